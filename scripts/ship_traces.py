@@ -80,7 +80,8 @@ def _compiles(recipe: Recipe, config: Mapping[str, Any]) -> bool:
 
 def _backends(recipe: Recipe, config: Mapping[str, Any], device: tuple[str, str | None]) -> set[str]:
     """On a CPU `auto` may take eager attention instead of `sdpa`, where that was measured to be the faster."""
-    planned = attention.planned(recipe.model.attention, config, dtypes(recipe).compute, *device)
+    asked = recipe.model.attention
+    planned = attention.planned(asked, config, dtypes(recipe).compute, *device, padded=recipe.headed)
     eager = device == _CPU and planned == "sdpa" and recipe.activation_checkpointing.mode != "selective"
     return {planned, "eager"} if eager else {planned}
 
@@ -120,7 +121,9 @@ def _recipes() -> Iterator[tuple[Recipe, list[Recipe]]]:
     recipes = [load(name, (), folder).recipe for name in list_recipes([folder])]
     yield from ((recipe, list(_variants(recipe))) for recipe in recipes)
     kinds = {
-        known.config["model_type"]: recipe for recipe in recipes if (known := model_configs.known_model(recipe.model))
+        known.config["model_type"]: recipe
+        for recipe in recipes
+        if (known := model_configs.known_model(recipe.model)) and not recipe.headed
     }
     used = {known.model for recipe in recipes if (known := model_configs.known_model(recipe.model))}
     for model, known in model_configs.bundled().items():
@@ -134,6 +137,8 @@ def _variants(recipe: Recipe) -> Iterator[Recipe]:
     own = recipe.model_dump(exclude_unset=True)
     asked = own.get("method", {})
     settings = [*itertools.product(_METHODS, _MODES, _STRATEGIES), *itertools.product([asked], _MORE_MODES, ["ddp"])]
+    if recipe.headed:  # Others are traced where they are asked for.
+        settings = [*itertools.product([asked], _MODES, _STRATEGIES)]
     for method, mode, strategy in settings:
         changes = {"method": {**method}, "activation_checkpointing": {**mode}, "strategy": {"name": strategy}}
         variant = Recipe.model_validate(own | changes)

@@ -16,7 +16,7 @@ import models_doc
 import pytest
 import torch
 from harness import ROOT
-from tiny import shrink, tiny_model
+from tiny import shrink, tiny_encoder, tiny_model
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -588,3 +588,31 @@ def test_the_first_plan_of_a_large_model_takes_seconds_and_little_memory(model: 
     assert Trace.from_json(answer["trace"]).origin == "traced"
     assert usage.ru_utime + usage.ru_stime < seconds
     assert peak < 3 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("kind", "objective"), [("llama", "reward"), ("llama", "classification"), ("bert", "token_classification")]
+)
+def test_a_model_with_a_head_of_its_own_is_traced_without_a_vocabulary(
+    kind: str, objective: str, tmp_path: Path
+) -> None:
+    if kind == "bert":
+        tiny_encoder("bert", tmp_path / "model")
+    else:
+        tiny_model(LLAMA_1B, tmp_path / "model")
+    content = {"model": {"path": str(tmp_path / "model")}, "data": {"sources": ["x"]}, "precision": "fp32"}
+    recipe = Recipe.model_validate(content | {"objective": objective, "batch": {"seq_len": 64}})
+    source = ModelSource.open(recipe)
+    model = source.labelled(["a", "b"], source.tokenizer()).load(dtypes(recipe), "sdpa")
+    setting = setting_of(recipe, source.config.to_dict(), "cpu", "sdpa", BatchLayout(4, 4, 1, 1, 64))
+    made = trace(setting)
+    assert made.whole().elements() == sum(each.numel() for each in model.parameters())
+    # Of each token a row of the head, twice as many operations as weights; nothing is scored in chunks.
+    assert made.passes["forward"].matmul.fixed[1] == 2 * 2 * source.config.hidden_size
+    assert made.caches is None and all(moment.logits.chunk == 0 for moment in made.moments)
+    # What stands in for a trace counts no vocabulary either.
+    guess = estimated(setting, "untraced")
+    assert guess.passes["forward"].matmul.fixed[1] == 2 * 2 * source.config.hidden_size
+    assert (
+        sum(each.numel * each.count for each in guess.tensors if each.place == "head") == 2 * source.config.hidden_size
+    )

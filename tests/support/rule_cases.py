@@ -24,6 +24,8 @@ DPO = ["objective=dpo"]
 GRPO = ["objective=grpo", "rewards.numeric=true"]
 RLOO = ["objective=rloo", "rewards.numeric=true", "policy.beta=0"]
 OWN = "rewards.file=own.py"
+LABELS = ["objective=classification"]
+REWARD = ["objective=reward"]
 TILES = "activation_checkpointing.mlp_tiles=4"
 PARTS = [*DDP, "parallel.tensor=3"]
 EXPERTS = [*DDP, "model=qwen3_30b_a3b", "parallel.expert=4"]
@@ -549,6 +551,32 @@ CASES = [
     ("preference-sft", ["objective=kto", "preference.sft_weight=0.1"], ["~preference.sft_weight"]),
     ("preference-sft", ["objective=kto", "preference.sft_weight=0.1"], ["objective=dpo"]),
     ("preference-packing", ["objective=kto", "data.packing=true"], ["data.packing=false"]),
+    ("preference-beta", [*REWARD, "preference.beta=0.2"], ["~preference.beta"]),
+    ("preference-beta", [*REWARD, "preference.beta=0.2"], ["objective=dpo"]),
+    ("preference-center", [*DPO, "preference.center_rewards=0.01"], ["objective=reward"]),
+    ("preference-sft", [*REWARD, "preference.sft_weight=0.1"], ["objective=dpo"]),
+    ("preference-packing", [*REWARD, "data.packing=true"], ["data.packing=false"]),
+    *(
+        ("head-attention", [*REWARD, f"model.attention={each}"], ["model.attention=sdpa"])
+        for each in ("flex", "torch_varlen")
+    ),
+    ("head-packing", [*LABELS, "data.packing=true"], ["data.packing=false"]),
+    ("head-streaming", [*LABELS, *STREAM], ["data.streaming=false"]),
+    ("head-tokens", [*LABELS, "batch.tokens_per_step=32768"], ["~batch.tokens_per_step", "global_batch_size=8"]),
+    ("head-train-on", [*LABELS, "data.train_on=assistant"], ["~data.train_on"]),
+    ("head-prompts", [*LABELS, "evaluation.prompts=[Hello]"], ["~evaluation.prompts"]),
+    ("head-eva", [*LABELS, LORA, "method.init_lora_weights=eva"], ["method.init_lora_weights=default"]),
+    ("head-quantization", [*REWARD, LORA, "method.quantization=int4"], ["method.quantization=nf4"]),
+    ("head-adapter", [*LABELS, LORA, "model.adapter=adapter"], ["model.adapter=null"]),
+    ("head-new-tokens", [*LABELS, TOKENS], ["~model.new_tokens"]),
+    ("head-tiles", [*LABELS, TILES], ["activation_checkpointing.mlp_tiles=1"]),
+    ("head-tensor", [*REWARD, *PARTS], ["~parallel.tensor"]),
+    ("head-expert", [*REWARD, *EXPERTS], ["~parallel.expert"]),
+    ("head-sequence", [*LABELS, *DDP, *SHARED], ["~parallel.sequence"]),
+    ("head-context", [*LABELS, *DDP, *GATHERED], ["~parallel.context"]),
+    ("head-pipeline", [*LABELS, *PIPED], ["~parallel.pipeline"]),
+    ("best-f1", [*EVALUATED, *REWARD, "checkpoint.keep_best=eval_macro_f1"], ["checkpoint.keep_best=eval_loss"]),
+    ("best-entities", [*EVALUATED, *LABELS, "checkpoint.keep_best=eval_entity_f1"], ["objective=token_classification"]),
     ("preference-exo", [*DPO, "preference.loss=exo_pair"], ["preference.label_smoothing=0.001"]),
     ("preference-exo", [*DPO, "preference.loss=exo_pair"], ["preference.loss=sigmoid"]),
     ("preference-packing", [*DPO, "data.packing=true"], ["data.packing=false"]),

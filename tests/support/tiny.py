@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,31 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind.from_config(AutoConfig.for_model(**small), dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_encoder(kind: str, folder: Path) -> Path:
+    """Saves a random encoder that predicts masked words, with no head for texts or words. Returns the folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    tokenizer = tiny_tokenizer(False)
+    width = {"dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4}
+    if kind != "distilbert":
+        width = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": 0, "eos_token_id": 2}
+    tokens |= {"cls_token_id": 0, "sep_token_id": 2} if kind == "modernbert" else {}
+    # Dropout would depend on how rows fall into micro-batches.
+    still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout"), 0.0)
+    still |= dict.fromkeys(("seq_classif_dropout", "classifier_dropout", "embedding_dropout", "mlp_dropout"), 0.0)
+    config = AutoConfig.for_model(
+        kind, vocab_size=len(tokenizer), max_position_embeddings=1024, **width, **tokens, **still
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForMaskedLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -237,3 +263,24 @@ def _trained() -> str:
     )
     tokenizer.train_from_iterator([inspect.getdoc(getattr(str, name)) or "" for name in sorted(dir(str))], trainer)
     return tokenizer.to_str()
+
+
+def labelled_rows(count: int) -> list[dict[str, Any]]:
+    """Texts of three classes, which a word tells; two of them are rare."""
+    words = {"red": "colour", "green": "colour", "seven": "number", "cat": "animal"}
+    return [
+        {"text": f"{name} is what text {number} is about, more or less{' and so on' * (number % 3)}", "label": label}
+        for number, (name, label) in zip(range(count), itertools.cycle(words.items()))
+    ]
+
+
+def tagged_rows(count: int) -> list[dict[str, Any]]:
+    """Sentences of words with tags of entities (IOB2), some of which have several words."""
+    people, places = (["Ada"], ["Alan", "Turing"], ["Grace", "Hopper"]), (["London"], ["New", "York"], ["Oslo"])
+    rows = []
+    for number in range(count):
+        who, where = people[number % 3], places[number // 3 % 3]
+        words = [*who, "went", "to", *where, "in", str(1900 + number), "."]
+        tags = ["B-PER", *["I-PER"] * (len(who) - 1), "O", "O", "B-LOC", *["I-LOC"] * (len(where) - 1), "O", "O", "O"]
+        rows.append({"tokens": words, "ner_tags": tags})
+    return rows

@@ -25,6 +25,12 @@ ELSEWHERE = {
     # Steps of one piece of work, which is tested as a whole.
     "recipe/faults": "recipe/test_rules",
     "recipe/preference": "recipe/test_rules",
+    "recipe/heads": "recipe/test_rules",
+    "data/classes": "data/test_labelled",
+    "data/label_encoding": "data/test_labelled",
+    "data/head_batches": "train/test_heads",
+    "train/told": "train/test_heads",
+    "report/class_tables": "train/test_heads",
     "data/answers": "data/test_preferences",
     "data/borrowed": "data/test_judged",
     "data/words": "data/test_rewards",

@@ -172,6 +172,9 @@ def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, 
         "dpo": [row | {"rejected": "No."} for row in tiny.pair_rows(40, "prompt", "chosen")],
         "kto": [row | {"label": n % 2 > 0} for n, row in enumerate(tiny.pair_rows(40, "prompt", "completion"))],
         "grpo": [{"prompt": f"{n} + 1", "answer": str(n + 1)} for n in range(40)],
+        "reward": [row | {"rejected": "No."} for row in tiny.pair_rows(40, "prompt", "chosen")],
+        "classification": tiny.labelled_rows(40),
+        "token_classification": tiny.tagged_rows(40),
         # Columns as the recipe expects them, beside one that must not be taken for the input.
         "seq2seq": [
             {"source": "not the input"} | row
@@ -206,7 +209,8 @@ def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, 
     held_out = [row["eval_loss"] for row in metrics if "eval_loss" in row]
     assert len(held_out) == (0 if recipe.data.eval_split is None else 2)
     # A random model of 512 tokens starts near ln 512 = 6.2; what compares a model with itself at ln 2 = 0.69 or a half.
-    low, high = {"dpo": (0.6, 0.8), "kto": (0.4, 0.6), "grpo": (-2, 2)}.get(recipe.objective, (5, 8))
+    near = {"dpo": (0.6, 0.8), "kto": (0.4, 0.6), "reward": (0.5, 0.9), "classification": (0.8, 1.4), "grpo": (-2, 2)}
+    low, high = (near | {"token_classification": (1.2, 2.0)}).get(recipe.objective, (5, 8))
     assert all(low < loss < high for loss in [row["loss"] for row in metrics if "loss" in row] + held_out)
     saved = "adapter_model.safetensors" if recipe.method.name == "lora" else "model.safetensors"
     assert list(run.rglob(saved))

@@ -60,6 +60,9 @@ class Questions(Keys):
 
 def evaluate(run: Path, asked: Questions) -> Evaluation:
     """Evaluates a run, and notes what was found beside what was found before."""
+    from toolkit.train.export import refuse_head
+
+    refuse_head(run)
     found = _noted(run / FILE)
     if asked.tasks:
         from toolkit.train.benchmarks import evaluate_tasks

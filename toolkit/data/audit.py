@@ -18,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from toolkit.common import UserError
 from toolkit.data.answers import Pairs, Prompts, Verdicts
+from toolkit.data.classes import Classes
 from toolkit.recipe import Recipe
+from toolkit.recipe.heads import HEADED
 from toolkit.recipe.preference import PREFERENCES
 
 MIN_UNTRAINED_FATAL = 0.5
@@ -39,6 +41,8 @@ class SourceFigures(BaseModel):
     path: str
     split: str
     format: str
+    classes: list[str] = []
+    """Names of classes that it declares itself."""
     rows: int = 0
     empty_rows: int = 0
     """Rows without content."""
@@ -128,6 +132,7 @@ class Side(BaseModel):
     pairs: Pairs | None = None
     verdicts: Verdicts | None = None
     prompts: Prompts | None = None
+    classes: Classes | None = None
 
     @property
     def seen_rows(self) -> int:
@@ -166,6 +171,8 @@ class Audit(BaseModel):
     chat_template: ChatTemplate
     kinds: list[str]
     """Normal forms of the rows, see `toolkit.data.rows`."""
+    classes: list[str] = []
+    """Names of classes, in the order of their numbers in the head."""
     packing: Packing | None = None
     problems: list[Problem] = []
 
@@ -199,25 +206,27 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
     untrained = audit.untrained_rows
     seen = train.rows + untrained
     action = train.over_long.action
+    learnt = "label" if train.classes else "trained token"
     check_settings = "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`"
     if not train.rows:
         if untrained and not train.untrained_rows:
             check_settings = f"end rows with the answer to learn, or {check_settings}"
         yield Problem(
             "fatal",
-            f"no usable row: {untrained:,} rows have no trained token, {train.over_long.rows:,} are too long "
+            f"no usable row: {untrained:,} rows have no {learnt}, {train.over_long.rows:,} are too long "
             f"(`data.over_long: {action}`)",
             check_settings,
         )
     elif untrained > MIN_UNTRAINED_FATAL * seen:
-        what = f"{untrained:,} of {seen:,} rows have no trained token (no answer, or it was cut off)"
+        why = "no text, or no known class" if train.classes else "no answer, or it was cut off"
+        what = f"{untrained:,} of {seen:,} rows have no {learnt} ({why})"
         yield Problem("fatal", what, check_settings)
     elif untrained:
-        what = f"{untrained:,} of {seen:,} rows have no trained token and are left out"
+        what = f"{untrained:,} of {seen:,} rows have no {learnt} and are left out"
         yield Problem("warning", what, "fill or remove them")
     if train.prompts:
         yield from (Problem(level, *each) for level, *each in train.prompts.problems(train.rows))  # type: ignore[arg-type]
-    learns_to_stop = audit.objective != "language_modelling" and not train.prompts
+    learns_to_stop = audit.objective not in ("language_modelling", *HEADED) and not train.prompts
     if learns_to_stop and train.rows and not train.stop_trained_rows:
         template = "choose a `model.chat_template` that ends a turn"
         ended = "end what is trained in each row" if set(audit.kinds) <= {"Segments", "Tokens"} else template
@@ -293,6 +302,12 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
         )
     if train.pairs:
         yield from (Problem("warning", *each) for each in train.pairs.problems())
+    if train.classes and train.rows:
+        of_words = audit.objective == "token_classification"
+        for fatal, what, change in train.classes.problems(held_out is not None, of_words):
+            yield Problem("fatal" if fatal else "warning", what, change)
+    for what, change in held_out.classes.strangers() if held_out and held_out.classes else ():
+        yield Problem("warning", what, change)
     if held_out is not None and not held_out.rows:
         change = "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`"
         yield Problem("fatal", "no usable held-out row", change)
@@ -302,10 +317,13 @@ def in_sentences(audit: Audit) -> list[str]:
     """What the figures come to, for people; the problems stand beside it."""
     train, held_out = audit.train, audit.eval
     share = train.trained_tokens / max(train.tokens, 1)
-    texts = [
-        f"{train.rows:,} rows of {train.tokens:,} tokens are trained on; {share:.1%} of the tokens carry loss, "
-        f"{train.trained_tokens:,} in all."
-    ]
+    of_words = audit.objective == "token_classification"
+    carried = f"{share:.1%} of the tokens carry loss, {train.trained_tokens:,} in all"
+    if audit.objective in HEADED:
+        carried = f"{train.trained_tokens:,} words have labels" if of_words else "each has one score"
+    if train.classes and not of_words:
+        carried = "each has one label"
+    texts = [f"{train.rows:,} rows of {train.tokens:,} tokens are trained on; {carried}."]
     if train.prompts:
         texts = [f"{train.rows:,} prompts of {train.tokens:,} tokens are asked."]
         texts.append(train.prompts.in_a_sentence(train.rows))
@@ -316,12 +334,16 @@ def in_sentences(audit: Audit) -> list[str]:
         texts.append(train.pairs.in_a_sentence(train.rows))
     if train.verdicts and train.rows:
         texts.append(train.verdicts.in_a_sentence(train.rows))
+    if train.classes and train.rows:
+        texts.append(train.classes.in_a_sentence(of_words))
     texts.append(_cut(audit))
-    empty = f"{audit.untrained_rows:,} rows have no trained token and are left out."
+    learnt = "label" if train.classes else "trained token"
+    empty = f"{audit.untrained_rows:,} rows have no {learnt} and are left out."
     if audit.untrained_rows or not train.prompts:
-        texts.append(empty if audit.untrained_rows else "Every row has a token to train.")
+        whole = f"Every row has a {'label' if train.classes else 'token to train'}."
+        texts.append(empty if audit.untrained_rows else whole)
     ends = train.stop_trained_rows / max(train.rows, 1)
-    if not train.prompts:
+    if audit.objective not in HEADED and not train.prompts:
         texts.append(f"The stop token is trained in {'every row' if ends == 1 else f'{ends:.1%} of the rows'}.")
     repeated = f"{audit.duplicates:,} rows repeat an earlier one and are {'dropped' if audit.deduplicate else 'kept'}"
     both = (

@@ -51,9 +51,14 @@ def docstring_rows() -> list[dict[str, Any]]:
     Raises:
         UserError: This Python has no sources of its standard library.
     """
+    return _lines("rows.jsonl")
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    """A file of the folder that is written at first use."""
     key = hashlib.sha256(f"{sys.version} {sys.platform} {inspect.getsource(sys.modules[__name__])}".encode())
     folder = build_sealed(cache_dir() / "data" / f"stdlib-docstrings-{key.hexdigest()[:12]}", _write_rows)
-    with (folder / "rows.jsonl").open(encoding="utf-8") as lines:
+    with (folder / name).open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
@@ -97,8 +102,34 @@ def arithmetic() -> list[dict[str, Any]]:
     ]
 
 
+def docstring_kinds() -> list[dict[str, Any]]:
+    """The same docstrings, each with what it describes: a class, a function or a method."""
+    both = zip(docstring_rows(), _lines("objects.jsonl"), strict=True)
+    return [{"text": row["messages"][-1]["content"], "label": each["kind"]} for row, each in both]
+
+
+def docstring_names() -> list[dict[str, Any]]:
+    """The same questions as words, whose tags (IOB2) say which of them name a class, a function or a method."""
+    return [
+        _tagged(row["messages"][0]["content"], each["name"], each["kind"])
+        for row, each in zip(docstring_rows(), _lines("objects.jsonl"), strict=True)
+    ]
+
+
+def _tagged(question: str, name: str, kind: str) -> dict[str, Any]:
+    start = question.index(name)
+    words = [(match[0], match.start()) for match in re.finditer(r"\w+|[^\w\s]", question)]
+    inside = [start <= place < start + len(name) for _, place in words]
+    tags = [
+        f"{'I' if number and inside[number - 1] else 'B'}-{kind}" if named else "O"
+        for number, named in enumerate(inside)
+    ]
+    return {"tokens": [word for word, _ in words], "tags": tags}
+
+
 def _write_rows(folder: Path) -> None:
     rows: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, str] = {}
     answers: set[str] = set()
     for kind, name, doc in sorted({*_from_sources(), *_from_c_modules()}):
         answer = _answer(doc)
@@ -106,6 +137,7 @@ def _write_rows(folder: Path) -> None:
         if not MIN_ANSWER_CHARS <= len(answer) <= MAX_ANSWER_CHARS or name in rows or fingerprint in answers:
             continue
         answers.add(fingerprint)
+        kinds[name] = kind
         turns = [("user", _question(kind, name)), ("assistant", answer)]
         rows[name] = {"messages": [{"role": role, "content": content} for role, content in turns]}
     if len(rows) < MIN_ROWS:
@@ -114,9 +146,12 @@ def _write_rows(folder: Path) -> None:
             f"yields {len(rows)} rows",
             "Use a Python installed with its sources (not compiled only), or set data.sources to your own file.",
         )
-    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
-        # Neighbours by name are alike, so any prefix or tail of a sorted list would be a lopsided sample.
-        file.writelines(json.dumps(rows[name], ensure_ascii=False) + "\n" for name in sorted(rows, key=_digest))
+    # Neighbours by name are alike, so any prefix or tail of a sorted list would be a lopsided sample.
+    names = sorted(rows, key=_digest)
+    objects = [{"kind": kinds[name], "name": name} for name in names]
+    for file, content in (("rows.jsonl", [rows[name] for name in names]), ("objects.jsonl", objects)):
+        with (folder / file).open("w", encoding="utf-8") as lines:
+            lines.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in content)
 
 
 def _question(kind: str, name: str) -> str:

@@ -130,12 +130,12 @@ class Collator:
         assert self.layout != "padded" or all(len(each) == 1 for each in lengths), "packed rows need isolation"
 
         batch: dict[str, Any] = {
-            "input_ids": self._pad(ids, self.pad_token_id),
-            "labels": self._pad(labels, IGNORE),
+            "input_ids": self.padded(ids, self.pad_token_id),
+            "labels": self.padded(labels, IGNORE),
         }
         batch["label_positions"] = _label_positions(batch["labels"].numpy(), self.layout == "pairs")
         if self.layout in ("padded", "pairs"):
-            return batch | {"attention_mask": self._pad([np.ones_like(row) for row in ids], 0)}
+            return batch | {"attention_mask": self.padded([np.ones_like(row) for row in ids], 0)}
         pads = [batch["labels"].shape[1] - len(row) for row in ids]
         lengths = [np.append(each, pad) if pad else each for each, pad in zip(lengths, pads, strict=True)]
         batch["position_ids"] = torch.from_numpy(np.stack([_positions(each) for each in lengths]))
@@ -147,7 +147,7 @@ class Collator:
             batch["max_length_q"] = batch["max_length_k"] = int(lengths[0].max())
         return batch
 
-    def _pad(self, rows: list[NDArray[np.int64]], value: int) -> torch.Tensor:
+    def padded(self, rows: list[NDArray[np.int64]], value: int) -> torch.Tensor:
         """The rows, padded on the right to the longest and on to its width."""
         longest = np.array(max(map(len, rows)))
         padded = np.full((len(rows), int(self.width(longest) if len(rows) > 1 or self.lone else longest)), value)
@@ -184,7 +184,7 @@ class AnswerCollator:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels`, `seq_lengths` of both answers, and `row`, their number."""
-        return _counted(self.whole, [answer for each in examples for answer in _answers(each)]) | _rows(examples)
+        return _counted(self.whole, [answer for each in examples for answer in answers_of(each)]) | _rows(examples)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class JudgedCollator:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels`, `seq_lengths` of both answers, `desirable`, and `row`."""
-        own, others = zip(*map(_answers, examples), strict=True)
+        own, others = zip(*map(answers_of, examples), strict=True)
         desirable = torch.tensor([bool(example["desirable"]) for example in examples])
         both = {"others": _counted(self.whole, list(others)), "desirable": desirable}
         return _counted(self.whole, list(own)) | both | _rows(examples)
@@ -260,7 +260,7 @@ def _rows(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"rows": torch.tensor([int(example["row"]) for example in examples])}
 
 
-def _answers(pair: dict[str, Any]) -> list[dict[str, Any]]:
+def answers_of(pair: dict[str, Any]) -> list[dict[str, Any]]:
     """The two documents of a row."""
     first = int(pair["seq_lengths"][0])
     return [{name: pair[name][part] for name in ("input_ids", "labels")} for part in (slice(first), slice(first, None))]

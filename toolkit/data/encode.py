@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -27,9 +27,23 @@ from toolkit.data.chat_spans import (
     render_accepted,
 )
 from toolkit.data.chat_template import TEMPLATE_ERRORS, fixed_prompt, next_conversation
+from toolkit.data.label_encoding import text_ids, word_ids
 from toolkit.data.labelling import Labeller, Span, giving_up_named
 from toolkit.data.messages import ASIDE
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Prompted, Row, Segments, Text, Tokens, sides
+from toolkit.data.rows import (
+    IGNORE,
+    Chat,
+    Completion,
+    Labelled,
+    Pair,
+    Prompted,
+    Row,
+    Segments,
+    Tagged,
+    Text,
+    Tokens,
+    sides,
+)
 
 _SENTINEL = "(the answer)"
 
@@ -45,12 +59,16 @@ class Encoded:
         boundary_merged: whether a token holds both the end of a prompt and the start of what is trained, so that
             the prompt alone has other tokens.
         prompt_lost: whether the chat template leaves out a part of the prompt.
+        token_type_ids: of two texts which of them each token belongs to, where the tokenizer says so.
+
+    Of a labelled row, `labels` has one entry, 0; of tagged words the number of a word at its first token.
     """
 
     input_ids: list[int]
     labels: list[int]
     boundary_merged: bool = False
     prompt_lost: bool = False
+    token_type_ids: list[int] = field(default_factory=list)
 
 
 def no_embedding(holder: str, tokenizer: Any, token: int, vocab_size: int) -> UserError:
@@ -140,6 +158,10 @@ class Encoder:
                 encoded = self._segments(parts)
             case Tokens() as row:
                 encoded = self._tokens(row)
+            case Labelled() as row:
+                encoded = self._labelled(row)
+            case Tagged(words):
+                encoded = Encoded(*word_ids(self.tokenizer, words))
         largest = max(max(encoded.input_ids, default=0), max(encoded.labels, default=0))
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise no_embedding("The row", self.tokenizer, largest, self.vocab_size)
@@ -151,6 +173,8 @@ class Encoder:
         Raises:
             UserError: If there is no chat template, or it refuses the conversation or loses a part of it.
         """
+        if isinstance(row, Labelled) and isinstance(row.text, Chat):
+            return replace(row, text=self.rendered(row.text))  # type: ignore[arg-type]
         if not isinstance(row, Chat):
             return row
         if not self.tokenizer.chat_template:
@@ -177,6 +201,7 @@ class Encoder:
         it holds every special token, so see `prompt_ids` for its tokens. Of a pair of answers it is the chosen one's.
         """
         known, row = row, sides(row)[0]
+        assert not isinstance(row, Labelled | Tagged), "labels are not generated"
         match row:
             case Text(text):
                 cut = text.rfind(" ", 0, len(text) // 2 + 1)
@@ -254,6 +279,13 @@ class Encoder:
         if self.train_on == "all":
             return Encoded(row.input_ids, [IGNORE, *row.input_ids[1:]])
         return Encoded(row.input_ids, row.labels)
+
+    def _labelled(self, row: Labelled) -> Encoded:
+        if isinstance(row.text, Text):
+            ids, types = text_ids(self.tokenizer, row.text.text, row.second)
+            return Encoded(ids, [0], token_type_ids=types)
+        rendered: Any = row.text
+        return Encoded(self.tokenizer(rendered.text, add_special_tokens=False)["input_ids"], [0])
 
     def _messages(self, row: Chat) -> list[Message]:
         """The messages as the template gets them. OpenAI's `developer` is its newer name for the system role."""

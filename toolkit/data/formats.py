@@ -24,16 +24,31 @@ from toolkit.data.columns import (
     value_at,
 )
 from toolkit.data.judged import ANSWERED, VERDICTS, judged, verdict_column
+from toolkit.data.labelled import read_labelled, read_tagged, recognised
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages, read_messages, read_tools
 from toolkit.data.preferences import preference_columns, read_preference
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.prompts import PromptFormat, is_empty_prompt, recognise_prompts
 from toolkit.data.proposal import are_texts, proposal
 from toolkit.data.ratings import ANSWERS, SCORES, Ratings, find_ratings
-from toolkit.data.rows import IGNORE, Chat, Completion, Judged, Pair, Preference, Prompted, Row, Segments, Text, Tokens
+from toolkit.data.rows import (
+    IGNORE,
+    Chat,
+    Completion,
+    Judged,
+    Labelled,
+    Pair,
+    Preference,
+    Prompted,
+    Row,
+    Segments,
+    Tagged,
+    Text,
+    Tokens,
+)
 from toolkit.recipe import preference
 from toolkit.recipe.reinforcement import REINFORCED
-from toolkit.recipe.schema import FORMATS, OF_CHATS, Source
+from toolkit.recipe.schema import FORMATS, OF_CHATS, OF_OBJECTIVES, Source
 
 _PLAIN = ("text", "segments", "tokens")
 
@@ -70,6 +85,11 @@ class Task:
         return self.objective in preference.PAIRED
 
     @property
+    def labelled(self) -> str | None:
+        """The format of rows with labels, where these are learnt."""
+        return {"classification": "labelled", "token_classification": "tagged"}.get(self.objective)
+
+    @property
     def judges(self) -> bool:
         """Whether rows are single answers, each of which is good or bad."""
         return self.objective == preference.JUDGED
@@ -97,6 +117,14 @@ class RowFormat:
     """The column that says whether the answer is good, where that is asked."""
     ratings: Ratings | None = None
     """Where the scores are of which pairs are made."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes that numbers stand for, where the data has them."""
+
+    @property
+    def label_column(self) -> str:
+        """The column with labels, of labelled rows."""
+        name = "tags" if self.name == "tagged" else "label"
+        return self.columns.get(name, name)
 
     def used_columns(self) -> set[str]:
         """The columns in the data that are read; all others have no influence on training."""
@@ -143,6 +171,10 @@ class RowFormat:
             return self._alpaca(row, where)
         if self.name in ("messages", "sharegpt"):
             return self._chat(row, required[0], raw, where)
+        if self.name == "labelled":
+            return read_labelled(row, where, self.classes, lambda value: self._labelled_chat(value, row, where))
+        if self.name == "tagged":
+            return read_tagged(row, where, self.classes)
         if self.name == "preference":
             return read_preference(
                 row,
@@ -195,6 +227,9 @@ class RowFormat:
         user = f"{instruction}\n\n{context}" if context else instruction
         answer = {"role": "assistant", "content": output} | ({"reasoning_content": reasoning} if reasoning else {})
         return self._with_columns([*messages, {"role": "user", "content": user}, answer], row, where)
+
+    def _labelled_chat(self, value: Any, row: Mapping[str, Any], where: str) -> Chat:
+        return self._with_columns(read_messages(value, "messages", where, self.ignored, self.flags), row, where)
 
     def _chat(self, row: Mapping[str, Any], column: str, raw: Mapping[str, Any], where: str) -> Chat:
         messages = read_messages(row[column], column, where, self.ignored, self.flags)
@@ -257,6 +292,13 @@ def is_empty(row: Row, task: Task) -> bool:
             return is_empty(answer, task)
         case Prompted():
             return is_empty_prompt(row)
+        case Labelled(text, second, label):
+            said = (
+                text.text if isinstance(text, Text) else "".join(str(each["content"] or "") for each in text.messages)
+            )
+            return not (label and f"{said}{second or ''}".strip())
+        case Tagged(words, tags):
+            return not (words and any(tags))
     if task.trains_prompts:
         return not row.messages
     roles = task.train_on if isinstance(task.train_on, list) else ["assistant"]
@@ -295,6 +337,9 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
                 f"data source `{source.path}` has no column `{actual}` that `data.columns` names for `{expected}`",
                 f"its columns are {_listing(present)}",
             )
+    if task.labelled:
+        found = recognised(rows, source, task.labelled, columns, ignored, task.has_chat_template)
+        return RowFormat(task.labelled, found, task, ignored)
     ratings = find_ratings(columns, rows, ignored) if task.pairs else None
     if ratings:
         rows = [ratings.pair(row, source.path) for row in rows]
@@ -345,7 +390,7 @@ def _detect(
     present: Iterable[str],
     task: Task,
 ) -> str:
-    forms = {name: columns for name, columns in FORMATS.items() if name != "preference"}
+    forms = {name: columns for name, columns in FORMATS.items() if name not in OF_OBJECTIVES}
     fits = [name for name, (required, _) in forms.items() if names.issuperset(required)]
     if mapped:
         fits = [name for name in fits if mapped <= set(FORMATS[name][0] + FORMATS[name][1])]
@@ -389,6 +434,9 @@ def _refuse_written_chats(
 def _check_task(name: str, source: Source, task: Task) -> None:
     """Refuses rows that the objective or `data.train_on` cannot use."""
     where = f"data source `{source.path}` ({name})"
+    if name in ("labelled", "tagged"):
+        of = "classification" if name == "labelled" else "token_classification"
+        raise UserError(f"{where} does not fit `objective: {task.objective}`", f"set `objective: {of}` to learn labels")
     if task.pairs != (name == "preference"):
         change = "it takes pairs, format preference" if task.pairs else "set `objective: dpo` to learn from pairs"
         raise UserError(f"{where} does not fit `objective: {task.objective}`", change)

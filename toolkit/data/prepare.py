@@ -8,6 +8,7 @@ included, and knows neither of the audit nor of which process should build.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -19,6 +20,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 from datasets import Dataset
@@ -31,6 +33,7 @@ from toolkit.data import audit as auditing
 from toolkit.data.answers import Pairs, Prompts, Verdicts
 from toolkit.data.borrowed import with_others
 from toolkit.data.chat_template import variables
+from toolkit.data.classes import Survey, survey
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
 from toolkit.data.messages import without_use
@@ -60,7 +63,8 @@ class Prepared:
     Attributes:
         train: Columns input_ids and labels, with packing, and of pairs of answers,
             also seq_lengths (tokens of each row in a sequence, or of each answer with its prompt). Of judged answers
-            the second is that of another row, and there is a column desirable.
+            the second is that of another row, and there is a column desirable. Of
+            labelled rows labels has one number, of tagged words those at first tokens.
         eval: Held-out rows, never packed; None if the recipe has none.
         audit: The figures of `toolkit.data.audit`.
         samples: Rows to generate for, held out ones if there are any.
@@ -76,6 +80,11 @@ class Prepared:
     fingerprint: str
     path: Path
     statistics: DataStatistics | None = None
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of classes, in the order of their numbers in the head; of labelled rows."""
+        return self.audit.classes
 
 
 def prepare(
@@ -223,9 +232,15 @@ def _build(
         order = np.random.default_rng(recipe.seed).permutation(len(chosen_eval))
         chosen_eval = chosen_eval[np.sort(order[: data.eval_max_samples])]
 
+    found = None
+    if task.labelled:
+        declared = dict.fromkeys(name for figures in sources for name in figures.classes)
+        found = survey(rows["row"], is_train, [*declared])
+        chunker = dataclasses.replace(chunker, classes=found.names)
+
     distinct = np.unique(np.concatenate([mixture.train, chosen_eval]))
     chunks = tokenise(rows.select(distinct), chunker, data.num_proc, scratch / "tokens.arrow")
-    tokens = _Tokens(chunks, chunker, rows.select_columns("where").select(distinct), recipe)
+    tokens = _Tokens(chunks, chunker, rows.select_columns("where").select(distinct), recipe, found)
     sides = {"train": np.searchsorted(distinct, mixture.train), "eval": np.searchsorted(distinct, chosen_eval)}
 
     for number, figures in enumerate(sources):
@@ -252,6 +267,7 @@ def _build(
             source=template if task.has_chat_template else "none", needed="Chat" in tokens.kinds, given=bool(named)
         ),
         kinds=tokens.kinds,
+        classes=[*found.names] if found else [],
     )
     audit.problems = list(auditing.find_problems(audit))
     if any(problem.level == "fatal" for problem in audit.problems):
@@ -278,7 +294,8 @@ def _build(
         held.save_to_disk(str(folder / "eval"))
     write_json(folder / "audit.json", audit.model_dump())
     sampled = tokens.usable(sides["eval" if has_eval else "train"])
-    samples = _samples(rows.select(distinct[sampled]), chunker.encoder, _num_samples(recipe))
+    count = 0 if recipe.headed else _num_samples(recipe)
+    samples = _samples(rows.select(distinct[sampled]), chunker.encoder, count)
     write_json(folder / "samples.json", [sample.model_dump() for sample in samples])
     shutil.rmtree(scratch)
 
@@ -287,7 +304,10 @@ class _Tokens:
     """All distinct rows as tokens, by the number of the row; a row may be several chunks. `places` says where a row
     stands in the data. Figures but for length and over_long are those after over-long rows were handled."""
 
-    def __init__(self, chunks: Dataset, chunker: Chunker, places: Dataset, recipe: Recipe) -> None:
+    def __init__(
+        self, chunks: Dataset, chunker: Chunker, places: Dataset, recipe: Recipe, found: Survey | None
+    ) -> None:
+        self.found = found
         self.chunks, self.chunker, self.places, self.recipe = chunks, chunker, places, recipe
         self.kinds = sorted(chunks.data.column("kind").unique().to_pylist())
         row, length, trained, stops, merged, prompt_lost = (
@@ -338,7 +358,13 @@ class _Tokens:
             pairs=pairs,
             verdicts=self._verdicts(used) if self.recipe.judges else None,
             prompts=self._prompts(used) if self.recipe.reinforces else None,
+            classes=self.found.figures(self._labels(used)) if self.found else None,
         )
+
+    def _labels(self, used: Indices) -> NDArray[np.int64]:
+        """Those of these rows, each of which is one chunk, end to end."""
+        labels = self.chunks.data.column("labels").take(pa.array(self.start[used]))
+        return np.asarray(pc.list_flatten(labels).to_numpy(), dtype=np.int64)
 
     def _verdicts(self, used: Indices) -> Verdicts:
         """Figures of judged answers."""
@@ -384,6 +410,8 @@ class _Tokens:
         chosen = np.repeat(self.start[numbers], count) + within
         further = ["seq_lengths"] if self.recipe.pairs else ["desirable"] if self.recipe.judges else []
         further += ["columns"] if self.recipe.reinforces else []
+        if self.found and pc.max(pc.list_value_length(self.chunks.data.column("token_type_ids"))).as_py():
+            further = ["token_type_ids"]
         columns = ["input_ids", "labels", *further]
         return self.chunks.select_columns(columns).select(chosen[self.keep[chosen]])
 

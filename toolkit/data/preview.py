@@ -30,6 +30,11 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
     for number, row in enumerate(itertools.islice(iter(prepared.train), n), 1):
         ids, labels = row["input_ids"], row["labels"]
         trained = [label != IGNORE for label in labels]
+        if prepared.classes:
+            blocks.append(
+                _labelled(tokenizer, ids, [prepared.classes[n] if n != IGNORE else "" for n in labels], number)
+            )
+            continue
         if prepared.audit.objective == "seq2seq":
             lines = [f"── row {number}: source of {len(ids):,} tokens, target of {len(labels):,} tokens, all trained"]
             lines += [_delimited(tokenizer, ids, [False] * len(ids), color), "──▸"]
@@ -52,6 +57,16 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
                 lines += [_delimited(tokenizer, ids[a:b], trained[a:b], color)]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+def _labelled(tokenizer: PreTrainedTokenizerBase, ids: list[int], names: list[str], number: int) -> str:
+    """A row with its label, or its tokens with those of their words."""
+    if len(names) == 1:
+        text = printable(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
+        return f"── row {number}: {len(ids):,} tokens, label {names[0]}\n{text}"
+    tokens = (printable(str(tokenizer.decode([each]))).strip() or "␣" for each in ids)
+    shown = " ".join(f"{token}/{name}" if name else token for token, name in zip(tokens, names, strict=True))
+    return f"── row {number}: {len(ids):,} tokens, {sum(map(bool, names)):,} words\n{shown}"
 
 
 def _delimited(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool], color: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.data.columns import OFTEN_CALLED, mapping_text, parsed, value_at
 from toolkit.data.messages import are_messages, holds_messages
-from toolkit.recipe.schema import FORMATS
+from toolkit.recipe.schema import FORMATS, OF_OBJECTIVES
 
 
 def proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool) -> str:
@@ -16,7 +16,7 @@ def proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool) -
     as_well: list[str] = []
     spelt = {name.lower(): name for name in names}
     # Of two that use as many, alpaca is rendered with the chat template and prompt_completion is not.
-    forms = [name for name in FORMATS if name != "preference"]
+    forms = [name for name in FORMATS if name not in OF_OBJECTIVES]
     for form in sorted(forms, key=lambda name: name != "alpaca") if has_chat_template else forms:
         required, optional = FORMATS[form]
         if form == "prompt_completion" and not has_chat_template:

@@ -254,6 +254,26 @@ def _columns(path: Path) -> Iterator[RawRow]:
         yield from ((f"{path} row {number}", without_nulls(row)) for number, row in enumerate(rows, 1))
 
 
+def class_names(path: Path, column: str) -> list[str]:
+    """What the numbers of a column stand for, by the features that `datasets` wrote into a file; empty otherwise."""
+    if kind(path) not in ("parquet", "arrow"):
+        return []
+    with pa.memory_map(str(path)) as file:
+        if kind(path) == "parquet":
+            schema = pq.ParquetFile(file).schema_arrow
+        else:
+            try:
+                schema = pa.ipc.open_stream(file).schema
+            except pa.ArrowInvalid:
+                schema = pa.ipc.open_file(file).schema
+    try:
+        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][column]
+        feature = feature.get("feature", feature)  # Of a list.
+        return [str(name) for name in feature["names"]]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return []
+
+
 def _text(path: Path) -> Iterator[RawRow]:
     yield str(path), {"text": _read_text(path)}
 

@@ -97,7 +97,24 @@ class Prompted:
     columns: dict[str, Any]
 
 
-Single = Text | Completion | Chat | Pair | Segments | Tokens
+@dataclass(frozen=True)
+class Labelled:
+    """A text or a conversation, with a second text or without, and the name of its class; empty where it has none."""
+
+    text: Text | Chat
+    second: str | None
+    label: str
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """Words, each with the name of its class; empty where it has none."""
+
+    words: list[str]
+    tags: list[str]
+
+
+Single = Text | Completion | Chat | Pair | Segments | Tokens | Labelled | Tagged
 Row = Single | Preference | Judged | Prompted
 
 
@@ -142,6 +159,8 @@ def sides(row: Row) -> tuple[Single, ...]:
 def _listed(row: Row) -> list[Any]:
     if isinstance(row, Prompted):
         return [Prompted.__name__, _listed(row.asked), row.columns]
+    if isinstance(row, Labelled):
+        return [Labelled.__name__, _listed(row.text), row.second, row.label]
     fields = map(_listed, sides(row)) if isinstance(row, Preference | Judged) else vars(row).values()
     return [type(row).__name__, *fields, *([row.desirable] if isinstance(row, Judged) else [])]
 
@@ -154,5 +173,8 @@ def _row(listed: list[Any]) -> Row:
         return Prompted(_row(fields[0]), fields[1])  # type: ignore[arg-type]
     if kind == Judged.__name__:
         return Judged(_row(fields[0]), fields[1])  # type: ignore[arg-type]
-    kinds: dict[str, type[Single]] = {form.__name__: form for form in (Text, Completion, Chat, Pair, Segments, Tokens)}
+    if kind == Labelled.__name__:
+        return Labelled(_row(fields[0]), *fields[1:])  # type: ignore[arg-type]
+    forms: tuple[type[Single], ...] = (Text, Completion, Chat, Pair, Segments, Tokens, Tagged)
+    kinds = {form.__name__: form for form in forms}
     return kinds[kind](*fields)

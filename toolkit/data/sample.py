@@ -19,7 +19,19 @@ from toolkit.common import UserError, first_line
 from toolkit.data import readers
 from toolkit.data.formats import Task, recognise
 from toolkit.data.readers import RawRow
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, sides
+from toolkit.data.rows import (
+    IGNORE,
+    Chat,
+    Completion,
+    Labelled,
+    Pair,
+    Row,
+    Segments,
+    Tagged,
+    Text,
+    Tokens,
+    sides,
+)
 from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics
 from toolkit.recipe import Recipe, model_configs
@@ -104,6 +116,8 @@ class _Counter:
             lengths = [(next(counts), trained) for _, trained in pieces]
             around = _AROUND_MESSAGE * len(row.messages) if isinstance(row, Chat) else 1
             trained = sum(length for length, is_trained in lengths if is_trained)
+            if isinstance(row, Labelled | Tagged):
+                trained = len(row.tags) if isinstance(row, Tagged) else 1
             if isinstance(row, Pair):
                 yield lengths[0][0] + 1, trained + 1, trained + 1
             else:
@@ -120,6 +134,12 @@ class _Counter:
                 yield from ((source, False), (target, True))
             case Segments(parts):
                 yield from parts
+            case Labelled(Text(text), second, _):
+                yield from ((text, False), (second or "", False))
+            case Labelled(Chat() as chat):
+                yield from self._parts(chat)
+            case Tagged(words):
+                yield " ".join(words), False
             case Chat(messages, tools):
                 roles = self.task.train_on if isinstance(self.task.train_on, list) else ["assistant"]
                 for message in messages:

@@ -63,6 +63,10 @@ class Reader(ABC):
         """Those of a local source."""
         return []
 
+    def class_names(self, column: str) -> list[str]:
+        """What the numbers of a column stand for, where the source says so."""
+        return next((names for file in self.local_files() if (names := readers.class_names(file, column))), [])
+
     @abstractmethod
     def fingerprint(self) -> str:
         """Changes whenever the rows change."""
@@ -167,6 +171,8 @@ class _Builtin(Reader):
             "stdlib-docstrings": builtin.docstring_rows,
             "stdlib-docstring-pairs": builtin.docstring_pairs,
             "stdlib-docstrings-judged": builtin.judged_docstrings,
+            "stdlib-docstrings-kinds": builtin.docstring_kinds,
+            "stdlib-docstrings-names": builtin.docstring_names,
             "arithmetic": builtin.arithmetic,
         }
         load = known.get(self.source.path.removeprefix("builtin:"))
@@ -191,6 +197,15 @@ class _Hub(Reader):
         with _hub_errors(source):
             builder = datasets.load_dataset_builder(source.path, source.name, revision=source.revision)
         return f"{source.path}/{source.name}/{builder.hash}"
+
+    def class_names(self, column: str) -> list[str]:
+        import datasets
+
+        source = self.source
+        with _hub_errors(source):
+            builder = datasets.load_dataset_builder(source.path, source.name, revision=source.revision)
+        feature = (builder.info.features or {}).get(column)
+        return [*getattr(getattr(feature, "feature", feature), "names", ())]
 
     def _rows(self) -> Iterator[RawRow]:
         import datasets

@@ -8,6 +8,7 @@ text that is concatenated and cut fills sequences completely, but trains on answ
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -33,10 +34,23 @@ from toolkit.data.audit import SourceFigures
 from toolkit.data.columns import EMPTY, names_in, verdict
 from toolkit.data.encode import Encoded, Encoder, Rendered
 from toolkit.data.formats import RowFormat, Task, is_empty, recognise
+from toolkit.data.label_encoding import closing
 from toolkit.data.messages import further_fields
 from toolkit.data.prompts import PromptFormat
 from toolkit.data.readers import RawRow
-from toolkit.data.rows import IGNORE, Chat, Judged, Preference, Prompted, Row, from_json, sides, to_json
+from toolkit.data.rows import (
+    IGNORE,
+    Chat,
+    Judged,
+    Labelled,
+    Preference,
+    Prompted,
+    Row,
+    Tagged,
+    from_json,
+    sides,
+    to_json,
+)
 from toolkit.data.sources import Reader
 
 _Encoded = TypeVar("_Encoded")
@@ -58,9 +72,11 @@ TOKENS_FEATURES = Features(
     {**FEATURES, "kind": Value("string")}
     | dict.fromkeys(("row", "length", "trained", "chosen", "rejected"), Value("int64"))
     | dict.fromkeys(("stops", "merged", "prompt_lost", "equal", "apart", "desirable"), Value("bool"))
-    | {"seq_lengths": List(Value("int32")), "columns": Value("large_string")}
+    | dict.fromkeys(("seq_lengths", "token_type_ids"), List(Value("int32")))
+    | {"columns": Value("large_string")}
 )
-_NO_PAIR = {"chosen": 0, "rejected": 0, "equal": False, "apart": False, "seq_lengths": [], "columns": ""}
+_NO_PAIR = {"chosen": 0, "rejected": 0, "equal": False, "apart": False, "seq_lengths": [], "token_type_ids": []}
+_NO_PAIR |= {"columns": ""}
 """Columns of rows that are no pairs of answers."""
 
 
@@ -97,7 +113,13 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
     ):
         for number, reader in enumerate(readers):
             row_format, rows = open_rows(reader, task)
-            figures = SourceFigures(path=reader.source.path, split=reader.source.split, format=row_format.name)
+            classes: list[str] = []
+            if task.labelled and isinstance(row_format, RowFormat):
+                classes = reader.class_names(row_format.label_column)
+                row_format = dataclasses.replace(row_format, classes=tuple(classes))
+            figures = SourceFigures(
+                path=reader.source.path, split=reader.source.split, format=row_format.name, classes=classes
+            )
             absent = set(reader.source.ignore or ())
             fields: dict[str, None] = {}
             unused: dict[str, Counter[bool | None]] = {}
@@ -152,11 +174,13 @@ class Chunker:
     Attributes:
         over_long: With `truncate` and `split`, longer rows become one or several chunks of at most `seq_len` tokens;
             otherwise they stay as they are, for the caller to refuse or drop.
+        classes: Names of the classes of labelled rows, in the order of their numbers.
     """
 
     encoder: Encoder
     seq_len: int
     over_long: str
+    classes: tuple[str, ...] = ()
 
     def __call__(self, rows: Sequence[tuple[Row, str]]) -> list[list[dict[str, Any]]]:
         """The columns of `TOKENS_FEATURES` (without `row`) for every chunk of each of some rows.
@@ -177,10 +201,31 @@ class Chunker:
             for row, where in rows
         ]
         encoded = ((row, [_named(self.encoder, text, row, where) for text in texts]) for row, texts, where in rendered)
-        return [
-            [self._pair(type(row.chosen).__name__, *both)] if isinstance(row, Preference) else self._chunks(row, *both)
-            for row, both in encoded
-        ]
+        return [self._encoded(row, *both) for row, both in encoded]
+
+    def _encoded(self, row: Row, *both: Encoded) -> list[dict[str, Any]]:
+        if isinstance(row, Preference):
+            return [self._pair(type(row.chosen).__name__, *both)]
+        return [self._labelled(row, *both)] if isinstance(row, Labelled | Tagged) else self._chunks(row, *both)
+
+    def _labelled(self, row: Labelled | Tagged, encoded: Encoded) -> dict[str, Any]:
+        """Labels as numbers of classes; those of no known class are not learnt."""
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        named = row.tags if isinstance(row, Tagged) else [row.label]
+        labels = [IGNORE if word == IGNORE else numbers.get(named[word], IGNORE) for word in encoded.labels]
+        ids, types, length = encoded.input_ids, encoded.token_type_ids, len(encoded.input_ids)
+        if length > self.seq_len and self.over_long == "truncate":
+            kept = closing(self.encoder.tokenizer)
+
+            def cut(values: list[int]) -> list[int]:
+                return [*values[: self.seq_len - kept], *values[len(values) - kept :]]
+
+            ids, types = cut(ids), cut(types) if types else types
+            labels = cut(labels) if isinstance(row, Tagged) else labels
+        trained = sum(label != IGNORE for label in labels)
+        whole = {"kind": type(row).__name__, "length": length, "merged": False, "prompt_lost": False, "stops": True}
+        told = {"input_ids": ids, "labels": labels, "trained": trained, "desirable": False}
+        return _NO_PAIR | whole | told | {"token_type_ids": types}
 
     def _chunks(self, row: Row, encoded: Encoded) -> list[dict[str, Any]]:
         kind, desirable = type(sides(row)[0]).__name__, isinstance(row, Judged) and row.desirable
@@ -233,6 +278,7 @@ class Chunker:
             "merged": any(side.boundary_merged for side in both),
             "prompt_lost": any(side.prompt_lost for side in both),
             "equal": equal,
+            "token_type_ids": [],
             "apart": _prompt(chosen) != _prompt(rejected),
             "columns": "",
         }

@@ -17,12 +17,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from toolkit.common import UserError, first_line
 from toolkit.distributed.engines import Dtypes
+from toolkit.models.heads import belongs_to_head, head_modules
 from toolkit.models.lora_products import add_by_product
 from toolkit.models.stored import FORMS
 from toolkit.models.stored_loading import StoredConfig
 from toolkit.recipe import Recipe
+from toolkit.recipe.heads import OF_TEXTS
 from toolkit.recipe.module_names import adapter_patterns, matches, meant, unmatched
 from toolkit.recipe.sections import MOVES_BASE, Method
+
+_TASKS = {"seq2seq": "SEQ_2_SEQ_LM", "token_classification": "TOKEN_CLS", **dict.fromkeys(OF_TEXTS, "SEQ_CLS")}
+"""PEFT's name of an objective's task."""
 
 
 def keep_unpacked(model: torch.nn.Module) -> None:
@@ -61,8 +66,11 @@ def add_method(
 
     begun: Any = method.init_lora_weights
     saved, tied = _modules_to_save(model, method.target_modules, method.modules_to_save)
+    heads = head_modules(model) if recipe.headed else []
+    # PEFT names these two itself.
+    saved = [*saved, *(name for name in heads if name not in ("score", "classifier", *saved))]
     by_layer = method.layers_to_transform and method.target_modules == "all-linear"
-    others = unadaptable(model)
+    others = unadaptable(model) | _linear_in(model, heads)
     for name, why in others.items() if isinstance(method.target_modules, list) else ():
         if matches(name, method.target_modules):
             raise UserError(
@@ -85,7 +93,7 @@ def add_method(
         init_lora_weights=True if begun in ("default", "eva", "loftq") else begun,
         use_rslora=method.use_rslora,
         use_dora=method.use_dora,
-        task_type=TaskType.SEQ_2_SEQ_LM if recipe.objective == "seq2seq" else TaskType.CAUSAL_LM,
+        task_type=TaskType(_TASKS.get(recipe.objective, "CAUSAL_LM")),
         **recipe.extra.lora,
     )
     try:
@@ -249,6 +257,12 @@ def unadaptable(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
+def _linear_in(model: PreTrainedModel, heads: list[str]) -> dict[str, str]:
+    """Names of the linear layers of a head, which is trained as it is."""
+    linear = (name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear))
+    return {name: "it belongs to the head, which is trained in full" for name in linear if belongs_to_head(name, heads)}
+
+
 def _maps_rows(layer: torch.nn.Linear) -> bool:
     known = ("torch.", "bitsandbytes.", "toolkit.models.stored")
     if type(layer).forward is torch.nn.Linear.forward or type(layer).__module__.startswith(known):
@@ -296,7 +310,7 @@ def _modules_to_save(model: PreTrainedModel, targets: str | list[str], saved: li
 
     PEFT keeps tied embeddings tied when they have the names that it knows, of which it wants one.
     """
-    weights = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    weights = [getattr(each, "weight", None) for each in (model.get_input_embeddings(), model.get_output_embeddings())]
     embeddings = [
         name
         for name, module in model.named_modules()

@@ -55,7 +55,12 @@ _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attent
 
 
 def resolve(
-    requested: str, config: Mapping[str, Any], compute: str, available: Mapping[str, str], shares_by: str = ""
+    requested: str,
+    config: Mapping[str, Any],
+    compute: str,
+    available: Mapping[str, str],
+    shares_by: str = "",
+    padded: bool = False,
 ) -> str:
     """The backend that will run.
 
@@ -65,6 +70,7 @@ def resolve(
         compute: Name of the compute dtype, e.g. `bfloat16`.
         available: Every backend with `ok`, or why it does not run, see `attention_kernels.available`.
         shares_by: The key of the recipe by which processes share rows; empty if they do not.
+        padded: Whether rows come padded, with a mask, whatever the backend.
 
     Returns:
         A key of `IMPLEMENTATIONS`.
@@ -77,6 +83,8 @@ def resolve(
     }
     if shares_by:
         reasons |= {name: "it does not take parts of rows" for name in reasons if name not in VARLEN}
+    if padded:
+        reasons |= dict.fromkeys((*VARLEN, "flex"), "its rows come end to end, and this head reads them padded")
     usable = [name for name, reason in reasons.items() if reason == "ok"]
     if shares_by and not usable:
         raise UserError(
@@ -116,13 +124,19 @@ def in_16_bits(compute: str) -> str:
 
 
 def planned(
-    requested: str, config: Mapping[str, Any], compute: str, kind: str, capability: str | None, shares_by: str = ""
+    requested: str,
+    config: Mapping[str, Any],
+    compute: str,
+    kind: str,
+    capability: str | None,
+    shares_by: str = "",
+    padded: bool = False,
 ) -> str:
     """The backend that `resolve` will choose on a device that is not here; what else is installed there is not known.
 
     Args:
         kind: See `on_device`, and so `capability`. Where it is not known, what the recipe asks for is taken.
-        shares_by: See `resolve`.
+        shares_by: See `resolve`, and so `padded`.
 
     Raises:
         UserError: If what the recipe asks for cannot run there, or computes something else.
@@ -134,7 +148,7 @@ def planned(
         rocm = in_16_bits(compute) or "ok"
         flash = {"cpu": "needs a GPU", "rocm": rocm}.get(kind, there["torch_varlen"])
         there |= {name: flash for name in VARLEN if name not in there}
-    return resolve(requested, config, compute, there, shares_by)
+    return resolve(requested, config, compute, there, shares_by, padded)
 
 
 def _best(usable: Collection[str], config: Mapping[str, Any], compute: str) -> str:

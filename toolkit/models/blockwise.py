@@ -97,7 +97,11 @@ class Weights:
 
     def read(self, name: str, place: torch.device) -> torch.Tensor:
         """A weight as adapters are trained on it: quantized, or in the type that the model is loaded in."""
-        weight = self.files[name if name in self.files else self.plain.all_tied_weights_keys[name]].to(place)
+        tied = getattr(self.plain, "all_tied_weights_keys", None) or {}
+        if name not in self.files and name not in tied:
+            # Of a head that was drawn for training: what counts is the trained one beside it.
+            return torch.zeros(self.plain.get_parameter(name).shape, dtype=self.plain.dtype, device=place)
+        weight = self.files[name if name in self.files else tied[name]].to(place)
         if weight.ndim and (new := len(self.plain.get_parameter(name)) - len(weight)):
             # Rows of new tokens, which adapters have.
             weight = torch.cat([weight, weight.new_zeros(new, *weight.shape[1:])])

@@ -7,6 +7,7 @@ parts of the run see the same one. Opening reads a small file (or a GGUF file's 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
     GgufConfig,
@@ -40,9 +39,20 @@ from toolkit.distributed.engines import Dtypes, loads_on_device
 from toolkit.models import attention_kernels, device, experts
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config
 from toolkit.models.blockwise import Weights
+from toolkit.models.heads import (
+    auto_class,
+    begin_head,
+    belongs_to_head,
+    called,
+    forget_drawn,
+    head_modules,
+    names_of_head,
+    with_labels,
+)
 from toolkit.models.tokenizer_limits import check_growth
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.config_limits import MARKED, has_mark
+from toolkit.recipe.heads import OF_TEXTS, REWARD
 
 _log = logging.getLogger("toolkit.models")
 _IN_16_BITS = {"BF16": "bfloat16", "F16": "float16"}
@@ -57,11 +67,13 @@ class ModelSource:
         recipe: What names the model and says how it is stored.
         location: Arguments of `from_pretrained` that say where the model is: path, revision, GGUF file, remote code.
         config: The model's configuration. Shared: whoever changes one works on a copy.
+        stored: The one in its files, where `config` has other labels.
     """
 
     recipe: Recipe
     location: Mapping[str, Any]
     config: Any
+    stored: Any = None
 
     @classmethod
     def open(cls, recipe: Recipe) -> ModelSource:
@@ -82,12 +94,25 @@ class ModelSource:
             _log.info("model.trust_remote_code: runs the Python code of %s%s", recipe.model.path, at)
         config, auto = _from_pretrained(AutoConfig, recipe, location), auto_class(recipe.objective)
         if type(config) not in auto._model_mapping and auto.__name__ not in getattr(config, "auto_map", {}):
-            known = "an encoder-decoder" if recipe.objective == "seq2seq" else "a causal language model"
+            known = called(recipe.objective)
             raise UserError(
                 f"model.path: {recipe.model.path} is a {config.model_type}, which Transformers cannot load as {known}",
                 "set model.path to a model for text",
             )
         return cls(recipe, location, config)
+
+    def labelled(self, labels: Sequence[str], tokenizer: Any) -> ModelSource:
+        """The same with a head that has an output for each label; unchanged where the head scores the vocabulary.
+
+        Args:
+            labels: Names of classes; of a reward model there are none.
+            tokenizer: Pads texts, whose last token the head looks for.
+        """
+        if not self.recipe.headed:
+            return self
+        whole, names = self.recipe.objective in OF_TEXTS, [*labels] or [REWARD]
+        config = with_labels(self.config, names, tokenizer.pad_token_id, whole)
+        return dataclasses.replace(self, config=config, stored=self.config)
 
     @functools.cached_property
     def vocab_size(self) -> int | None:
@@ -174,7 +199,7 @@ class ModelSource:
             "attn_implementation": attention_kernels.implementation(backend),
         }
         method = self.recipe.method
-        quantization = quantization_config(self.recipe, dtypes)
+        quantization: Any = quantization_config(self.recipe, dtypes)
         if "gguf_file" in self.location:
             if quantization:
                 raise UserError(
@@ -184,6 +209,9 @@ class ModelSource:
             # Otherwise the weights keep a quantizer that refuses to train and to save.
             arguments["quantization_config"] = GgufConfig(dequantize=True)
         elif quantization:
+            if self.recipe.headed:
+                trusted = self.recipe.model.trust_remote_code
+                quantization.llm_int8_skip_modules = names_of_head(self.config, self.recipe.objective, trusted)
             arguments["quantization_config"] = quantization
             arguments["dtype"] = getattr(torch, dtypes.compute)
         if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
@@ -192,7 +220,7 @@ class ModelSource:
         if elsewhere:
             arguments["device_map"] = {"": "cpu", **arguments.get("device_map", {}), **dict.fromkeys(elsewhere, "meta")}
         with _not_dispatched() if elsewhere else contextlib.nullcontext():
-            model = _with_all_weights(self.recipe, arguments)
+            model = _with_all_weights(self.recipe, arguments, self.stored)
         keep_unpacked(model)
         if self.vocab_size != self._saved_vocab_size:
             # New rows are drawn around the mean of the others, by the seed.
@@ -230,6 +258,8 @@ class ModelSource:
         model = _with_all_weights(self.recipe, {**self.location, **arguments})
         maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
         files = next(each.dataset for each in maps if each is not None)
+        if self.recipe.headed:
+            forget_drawn(model)
         remove_hook_from_submodules(model)
         del model.hf_device_map
         # Of what is kept in fp32, the offload knows nothing.
@@ -273,11 +303,6 @@ def _not_dispatched() -> Iterator[None]:
         modeling_utils.accelerate_dispatch = dispatch
 
 
-def auto_class(objective: str) -> Any:
-    """Transformers' class that builds a model for an objective of recipes."""
-    return AutoModelForSeq2SeqLM if objective == "seq2seq" else AutoModelForCausalLM
-
-
 def _locate(recipe: Recipe) -> dict[str, Any]:
     model = recipe.model
     path, gguf = model.path, model.gguf_file
@@ -302,13 +327,26 @@ def _only_safetensors(location: Mapping[str, Any]) -> dict[str, Any]:
     return {} if "gguf_file" in location else {"use_safetensors": True}
 
 
-def _with_all_weights(recipe: Recipe, arguments: dict[str, Any]) -> Any:
+def _with_all_weights(recipe: Recipe, arguments: dict[str, Any], stored: Any = None) -> Any:
     """A model that was read from files; Transformers draws at random what they lack, and passes over what they have
-    beyond it."""
+    beyond it.
+
+    Args:
+        stored: See `ModelSource`.
+    """
     arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, found = _from_pretrained(auto_class(recipe.objective), recipe, arguments)
     parameters = {name for name, _ in model.named_parameters()}
     missing, other = sorted(parameters & found["missing_keys"]), sorted(found["mismatched_keys"], key=str)
+    unknown = sorted(found["unexpected_keys"])
+    if recipe.headed:
+        heads = head_modules(model)
+        lacking = [name for name in (*missing, *(name for name, *_ in other)) if belongs_to_head(name, heads)]
+        begin_head(model, stored or model.config, lacking, recipe.seed)
+        missing = [name for name in missing if name not in lacking]
+        other = [each for each in other if each[0] not in lacking]
+        # The head for the vocabulary.
+        unknown = [name for name in unknown if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
     change = f"set model.path to a model that is whole, or correct the config.json of {recipe.model.path}"
     if missing:
         what = f"{len(missing):,} of the model's {len(parameters):,} weights, such as {missing[0]}"
@@ -318,7 +356,7 @@ def _with_all_weights(recipe: Recipe, arguments: dict[str, Any]) -> Any:
         sizes = f"is {_size(stored)}, which its config makes {_size(wanted)}"
         also = f"; so are {len(other) - 1:,} others" if len(other) > 1 else ""
         raise UserError(f"model.path: {name} of {recipe.model.path} {sizes}{also}", change)
-    if unknown := sorted(found["unexpected_keys"]):
+    if unknown:
         what = f"{len(unknown):,} weights that this model has no place for, such as {unknown[0]}"
         _log.warning("model.path: %s holds %s; they are left out", recipe.model.path, what)
     return model

@@ -152,6 +152,22 @@ def pair_losses(
     return losses, (scores if objective == "orpo" else settings.beta * scores).detach()
 
 
+def reward_losses(settings: Preference, rewards: torch.Tensor) -> torch.Tensor:
+    """Losses of pairs by what a reward model gives their answers: Bradley-Terry, as in Ouyang et al. 2022,
+    arXiv:2203.02155, equation 1, with a margin as in Llama 2 (arXiv:2307.09288, equation 2).
+
+    Args:
+        rewards: (pairs, 2) of the chosen and of the rejected answer.
+
+    Returns:
+        (pairs,) losses.
+    """
+    losses = -logsigmoid(rewards[:, 0] - rewards[:, 1] - settings.margin)
+    if settings.center_rewards:
+        losses = losses + settings.center_rewards * rewards.sum(1).square()
+    return losses
+
+
 def judged_losses(
     settings: Preference, gains: torch.Tensor, desirable: torch.Tensor, divergence: torch.Tensor
 ) -> torch.Tensor:

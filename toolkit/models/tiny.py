@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import PreTrainedModel
+
+from toolkit.models.heads import auto_class
 
 VOCABULARY = 128
 _HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
@@ -62,7 +64,7 @@ def tiny_model(config: Any, objective: str, trust_remote_code: bool = False) -> 
     Raises:
         Exception: Whatever the model's own code raises for sizes that do not fit together.
     """
-    kind = AutoModelForSeq2SeqLM if objective == "seq2seq" else AutoModelForCausalLM
+    kind = auto_class(objective)
     small = type(config)(**shrink(config.to_dict()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -31,7 +31,7 @@ def backend(
     """
     requested, compute, device = recipe.model.attention, dtypes(recipe).compute, hardware.device
     shares_by = recipe.parallel.shares_by
-    best = attention.planned(requested, config, compute, device.kind, device.capability, shares_by)
+    best = attention.planned(requested, config, compute, device.kind, device.capability, shares_by, recipe.headed)
     # Selective checkpointing keeps what fused kernels return. Encoders' attention has not been measured.
     open_to_eager = recipe.activation_checkpointing.mode != "selective" and recipe.objective != "seq2seq"
     if (requested, best) != ("auto", "sdpa") or not (open_to_eager and hardware.attention):

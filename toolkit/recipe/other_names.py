@@ -46,6 +46,7 @@ SAME = {
     "preference.label_smoothing": ("dpo_label_smoothing",),
     "preference.sft_weight": ("rpo_alpha", "pref_ftx", "cpo_alpha"),
     "preference.margin": ("simpo_gamma",),
+    "preference.center_rewards": ("center_rewards_coefficient",),
     "schedule.num_epochs": ("num_train_epochs", "epochs", "n_epochs", "max_epochs"),
     "schedule.name": ("lr_scheduler_type", "lr_scheduler", "scheduler"),
     "schedule.args": ("lr_scheduler_kwargs",),
@@ -111,7 +112,7 @@ LISTS = (
     "method.target_modules",
 )
 _OWN_TEMPLATE = "remove it: the tokenizer's own template is taken; model.chat_template names a file, or `chatml`"
-_NO_REWARDS = "remove it: training with a model of rewards (PPO, reward models) is not supported yet"
+_NO_REWARDS = "remove it: training with a model of rewards (PPO) is not supported yet"
 _STEPS = "set {place} to a number of steps: a share of them is not taken"
 VALUES: dict[str, dict[str, str]] = {
     "model.attention": {
@@ -176,7 +177,8 @@ _OBJECTIVES = {
     "sft": "objective: sft",
     **dict.fromkeys(("pt", "clm", "causal_lm", "pretrain"), "objective: language_modelling"),
     **{name: f"objective: {name}" for name in ("dpo", "cpo", "orpo", "simpo", "kto", "grpo", "rloo")},
-    **dict.fromkeys(("ppo", "rm"), _NO_REWARDS),
+    "rm": "objective: reward",
+    "ppo": _NO_REWARDS,
 }
 _STAGES = {"0": "strategy.name: ddp", **{str(stage): f"strategy.name: zero{stage}" for stage in (1, 2, 3)}}
 _CHECKPOINTING = {

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from toolkit.recipe.base import Section
+from toolkit.recipe.heads import REWARD
 
-PAIRED = ("dpo", "cpo", "simpo", "orpo")
+PAIRED = ("dpo", "cpo", "simpo", "orpo", REWARD)
 """Objectives whose rows are pairs of answers, a chosen one and a rejected one."""
 JUDGED = "kto"
 """The objective whose rows are single answers, each of which is good or bad."""
@@ -24,6 +25,7 @@ PREFERENCE_LEARNING_RATES = {"full": 1e-6, "lora": 1e-5}
 """Defaults of preference objectives by method, a twentieth of the usual ones: TRL has 1e-6 for DPO and 2e-5 for SFT."""
 _BETA = {"simpo": 2.0}
 _SFT_WEIGHT = {"cpo": 1.0, "orpo": 1.0}
+_MARGIN = {REWARD: 0.0}
 
 
 class Preference(Section):
@@ -43,7 +45,11 @@ class Preference(Section):
     """Whether DPO compares log-probabilities per token of the answers instead of their sums, so that long answers weigh
     no more than short ones, for the losses `sigmoid`, `hinge`, `robust` and `exo_pair`."""
     margin: Annotated[float, Field(ge=0)] = 1.0
-    """By how much the chosen answer is to win, for `objective: simpo` (gamma in its paper)."""
+    """By how much the chosen answer is to win, for `objective: simpo` (gamma in its paper) and `reward`, where it is 0
+    by default."""
+    center_rewards: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of a further loss of `objective: reward`, the square of the sum of a pair's rewards, which keeps them
+    around zero (Eisenstein et al. 2023, arXiv:2312.09244, who take 0.01); TRL's `center_rewards_coefficient`."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a further loss, the negative log-likelihood of the chosen answer per token, in each pair. With `cpo`
     and `orpo`, to whose losses it belongs, 1.0 by default."""
@@ -58,6 +64,7 @@ class Preference(Section):
     def of(self, objective: str) -> Preference:
         """This section with an objective's own defaults, which count as such."""
         defaults = {"beta": _BETA.get(objective), "sft_weight": _SFT_WEIGHT.get(objective)}
+        defaults["margin"] = _MARGIN.get(objective)
         decided = self.model_copy()
         for key, value in defaults.items():
             if value is not None and key not in self.model_fields_set:

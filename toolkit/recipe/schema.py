@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.recipe.base import Place, Section
 from toolkit.recipe.faults import Faults
+from toolkit.recipe.heads import CLASSIFYING, HEADED
 from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.preference import (
     JUDGED,
@@ -61,8 +62,12 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("chosen", "rejected"),
         ("instruction", "input", "prompt", "messages", "conversations", "history", "system", *OF_CHATS),
     ),
+    "labelled": (("label",), ("text", "text_pair", "messages", "system", *OF_CHATS)),
+    "tagged": (("tokens", "tags"), ()),
 }
 """Format to its required and its optional columns."""
+OF_OBJECTIVES = ("preference", "labelled", "tagged")
+"""Formats that belong to objectives, and are not recognised by their columns alone."""
 
 
 Roles = Annotated[list[Literal["system", "user", "assistant", "tool"]], Field(min_length=1)]
@@ -107,8 +112,9 @@ class Source(Section):
 
     path: Place
     """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), an address (`s3://`, `https://`), hub id, or
-    `builtin:stdlib-docstrings`, the same as pairs of answers, `builtin:stdlib-docstring-pairs`, or with answers that
-    are judged, `builtin:stdlib-docstrings-judged`; or `builtin:arithmetic`, sums to be worked out."""
+    `builtin:stdlib-docstrings`, the same as pairs of answers, `builtin:stdlib-docstring-pairs`, with answers that are
+    judged, `builtin:stdlib-docstrings-judged`, or with labels, `builtin:stdlib-docstrings-kinds` and, of words,
+    `builtin:stdlib-docstrings-names`; or `builtin:arithmetic`, sums to be worked out."""
     name: str | None = None
     """Configuration (subset) of a hub data set."""
     revision: str | None = None
@@ -218,14 +224,27 @@ class Recipe(Section):
     """What this recipe is for, in one line; `toolkit ls` shows it."""
     model: Model
     data: Data
-    objective: Literal["sft", "language_modelling", "seq2seq", "dpo", "cpo", "simpo", "orpo", "kto", "grpo", "rloo"] = (
-        "sft"
-    )
+    objective: Literal[
+        "sft",
+        "language_modelling",
+        "seq2seq",
+        "dpo",
+        "cpo",
+        "simpo",
+        "orpo",
+        "kto",
+        "grpo",
+        "rloo",
+        "reward",
+        "classification",
+        "token_classification",
+    ] = "sft"
     """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
     `seq2seq` the training of encoder-decoders. `dpo`, `cpo`, `simpo` and `orpo` learn from pairs of answers to prefer
     one to the other: `dpo` by how far the model moves from what it was before training, the others without that. `kto`
     learns from single answers, each of which is good or bad. `grpo` and `rloo` learn from rewards of answers that the
-    model itself gives."""
+    model itself gives. `reward` learns to score answers from pairs, `classification` to tell the class of a text or a
+    pair of texts, and `token_classification` that of each word."""
     preference: Preference = Preference()
     rollout: Rollout = Rollout()
     rewards: Rewards = Rewards()
@@ -263,7 +282,7 @@ class Recipe(Section):
     def _defaults_of_others(self) -> Recipe:
         # Not counted as set: they stay defaults.
         if "learning_rate" not in self.optimizer.model_fields_set:
-            if self.prefers or self.reinforces:
+            if (self.prefers and not self.headed) or self.reinforces:
                 self.optimizer.__dict__["learning_rate"] = PREFERENCE_LEARNING_RATES[self.method.name]
             elif self.method.name != "full":
                 self.optimizer.__dict__["learning_rate"] = ADAPTER_LEARNING_RATE
@@ -285,6 +304,16 @@ class Recipe(Section):
     def judges(self) -> bool:
         """Whether rows are single answers, each of which is good or bad."""
         return self.objective == JUDGED
+
+    @property
+    def headed(self) -> bool:
+        """Whether the model has a head of the objective's own, and none for the vocabulary."""
+        return self.objective in HEADED
+
+    @property
+    def classifies(self) -> bool:
+        """Whether rows have labels, each of a class."""
+        return self.objective in CLASSIFYING
 
     @property
     def refers(self) -> bool:

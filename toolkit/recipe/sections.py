@@ -293,6 +293,9 @@ class ActivationCheckpointing(Section):
         return self.mode != "none" and self.every_n_layers == 1
 
 
+_BEST = ("eval_loss", "eval_accuracy", "eval_macro_f1", "eval_entity_f1", "eval_bleu", "eval_chrf", "eval_exact_match")
+
+
 class Checkpoint(Section):
     """What is saved during training, and where training continues."""
 
@@ -302,9 +305,10 @@ class Checkpoint(Section):
     """Save a checkpoint every so many epochs, instead of `save_steps`."""
     save_total_limit: PositiveInt = 2
     """Number of checkpoints to keep; older ones are deleted."""
-    keep_best: Literal["eval_loss", "eval_accuracy", "eval_bleu", "eval_chrf", "eval_exact_match"] | None = None
+    keep_best: Literal[_BEST] | None = None  # type: ignore[valid-type]
     """Publish the model that was best by this metric of all evaluations in training, instead of the last one.
-    `eval_accuracy` is for pairs of answers, the others but `eval_loss` take `evaluation.generation_metrics`."""
+    `eval_accuracy` is for pairs of answers and for classes, `eval_macro_f1` for classes, `eval_entity_f1` for
+    `objective: token_classification`; the others but `eval_loss` take `evaluation.generation_metrics`."""
     average_last: Annotated[int, Field(ge=2)] | None = None
     """Publish the mean of the weights at the last so many checkpoints, the last step counting as one (stochastic weight
     averaging, Izmailov et al. 2018). Of adapters the mean of each matrix is taken, not of their products."""

@@ -17,8 +17,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from toolkit.common import compact, concealed, duration, perplexity_of, perplexity_text
 from toolkit.data.readers import KINDS
 from toolkit.recipe import Recipe
+from toolkit.recipe.heads import OF_TEXTS
 from toolkit.recipe.preference import PREFERENCES
 from toolkit.report import page
+from toolkit.report.class_tables import class_tables
 from toolkit.report.load import Record, number, read_run
 from toolkit.report.plan_view import energy_text
 from toolkit.report.rewards import held_out
@@ -39,12 +41,27 @@ _OBJECTIVES = {
     "kto": "Kahneman-Tversky optimisation (KTO)",
     "grpo": "group relative policy optimisation (GRPO)",
     "rloo": "REINFORCE leave-one-out (RLOO)",
+    "reward": "reward modelling",
+    "classification": "training to classify texts",
+    "token_classification": "training to classify words",
 }
-_TAGS = {"language_modelling": "continued-pretraining"}
+_TAGS = {"language_modelling": "continued-pretraining", "reward": "reward-model"}
+_TASKS = {
+    "seq2seq": "text2text-generation",
+    "token_classification": "token-classification",
+    **dict.fromkeys(OF_TEXTS, "text-classification"),
+}
+_CLASSES = {
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "token_classification": "AutoModelForTokenClassification",
+    **dict.fromkeys(OF_TEXTS, "AutoModelForSequenceClassification"),
+}
 _METRICS = (
     ("eval_loss", "loss", "loss"),
     ("eval_perplexity", "perplexity", "perplexity"),
-    ("eval_accuracy", "accuracy", "answers preferred rightly"),
+    ("eval_accuracy", "accuracy", ""),
+    ("eval_macro_f1", "f1", "F1, mean of classes"),
+    ("eval_entity_f1", "f1", "F1 of entities"),
     ("eval_reward_margin", "reward_margin", "reward margin"),
     ("eval_bleu", "bleu", "BLEU"),
     ("eval_chrf", "chrf", "chrF"),
@@ -74,6 +91,9 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
         base_on_hub=is_hub_id(base_model),
         gguf=f", gguf_file={gguf!r}" if gguf else "",
         chat=_is_chat(folder, record, recipe),
+        auto_class=_CLASSES.get(recipe.objective, "AutoModelForCausalLM"),
+        labels=record.audit.classes if record.audit else [],
+        classes=class_tables(record.result)[:-1] if recipe.classifies else [],
         served=_served(record, recipe, base_model),
         settings=_settings(record, recipe),
     )
@@ -86,7 +106,7 @@ def _metadata(record: Record, recipe: Recipe, base_model: str) -> ModelCardData:
     """What the Hub reads. No license: that of the base model and the data is not known here."""
     adapter, sources = recipe.method.name == "lora", list(dict.fromkeys(_source_paths(recipe)))
     datasets = [path for path in sources if is_hub_id(path)]
-    task = "text2text-generation" if recipe.objective == "seq2seq" else "text-generation"
+    task = _TASKS.get(recipe.objective, "text-generation")
     results = [
         EvalResult(
             task_type=task,
@@ -134,7 +154,9 @@ def _results(record: Record) -> list[tuple[str, str, float | None, float | None]
         for row in (record.evaluations[0], record.result)
     )
     return [
-        (metric, title, first.get(key), last.get(key)) for key, metric, title in _METRICS if last.get(key) is not None
+        (metric, title or record.accuracy_of, first.get(key), last.get(key))
+        for key, metric, title in _METRICS
+        if last.get(key) is not None
     ]
 
 
@@ -166,7 +188,7 @@ def _is_chat(folder: Path, record: Record, recipe: Recipe) -> bool:
 
 def _served(record: Record, recipe: Recipe, base_model: str) -> list[str]:
     """The lines that serve the folder of the card; none where that takes what is not published."""
-    if recipe.objective == "seq2seq":
+    if recipe.headed or recipe.objective == "seq2seq":
         return []
     if recipe.method.name == "full":
         return [vllm_line(recipe, ".", record.name), transformers_line(recipe, ".")]
@@ -224,6 +246,9 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
 def _preference(recipe: Recipe) -> str:
     """The objective with its loss and what it was set to."""
     settings = recipe.preference
+    if recipe.headed:
+        given = [f"{name} {value:g}" for name in ("margin", "center_rewards") if (value := getattr(settings, name))]
+        return ", ".join(["reward", *given])
     parts = [f"loss {settings.loss}"] if recipe.objective == "dpo" else []
     parts.append(f"beta {settings.beta:g}")
     shown = ("label_smoothing", "sft_weight", *(("margin",) if recipe.objective == "simpo" else ()))

@@ -211,6 +211,11 @@ class Record:
         return rows[-1] if rows else None
 
     @property
+    def accuracy_of(self) -> str:
+        """What `accuracy` is the share of."""
+        return "classes told rightly" if self.audit and self.audit.classes else "answers preferred rightly"
+
+    @property
     def peak_memory(self) -> tuple[str, float] | None:
         """What was measured (`GPU` or `host`) and its largest value in bytes."""
         for key, device in (("device_memory_bytes", "GPU"), ("memory_bytes", "host")):

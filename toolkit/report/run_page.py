@@ -26,6 +26,7 @@ from toolkit.recipe.files import read
 from toolkit.recipe.load import load_resolved
 from toolkit.report import page, plan_page, plan_view, run_view
 from toolkit.report.charts import Series, Style, chart, smooth
+from toolkit.report.class_tables import class_tables
 from toolkit.report.evaluation import HEADS
 from toolkit.report.load import Manifest, Measured, Record, finite, number, read_run
 from toolkit.report.page import Tile
@@ -33,6 +34,11 @@ from toolkit.report.rewards import held_out
 from toolkit.report.serving import next_steps
 
 FEWEST_TO_SMOOTH = 40
+_SCORES = {
+    **{"eval_bleu": "BLEU", "eval_chrf": "chrF", "eval_exact_match": "Exact match"},
+    **{"eval_macro_f1": "F1, mean of classes", "eval_entity_f1": "F1 of entities"},
+}
+"""Metrics of an evaluation that have a tile."""
 _LOADS = {
     "expert_load": "layers, on average",
     "expert_load_worst": "the worst layer",
@@ -69,6 +75,7 @@ def write_report(run: Path, **values: Any) -> Path:
         planned=_planned(manifest.plan, manifest.measured) if manifest.plan and manifest.measured else None,
         evaluated=list(record.asked.sections()),
         heads=HEADS[1:],
+        classes=class_tables(record.result),
         audit=_audit(record.audit) if record.audit else None,
         steps=_steps(run),
         recipe=[_keyed(line) for line in record.recipe.splitlines()],
@@ -189,8 +196,9 @@ def _tiles(record: Record) -> list[Tile]:
         tiles.append(Tile("Held-out loss", text, notes, change, last < first, main=True))
         if accuracies:
             before = (f"from {accuracies[0]:.1%}",) if len(accuracies) > 1 else ()
-            tiles.append(Tile("Answers preferred rightly", f"{accuracies[-1]:.1%}", (*before, "of those held out")))
-        for key, title in (("eval_bleu", "BLEU"), ("eval_chrf", "chrF"), ("eval_exact_match", "Exact match")):
+            what = record.accuracy_of.capitalize()
+            tiles.append(Tile(what, f"{accuracies[-1]:.1%}", (*before, "of those held out")))
+        for key, title in _SCORES.items():
             if values := finite(rows, key):
                 before = (f"from {values[0]:.4g}",) if len(values) > 1 else ()
                 tiles.append(Tile(title, f"{values[-1]:.4g}", before))
@@ -246,16 +254,18 @@ def _charts(record: Record) -> list[dict[str, Any]]:
 
 
 def _charts_of_answers(record: Record) -> list[dict[str, Any]]:
-    """Of a training on preferences: how often the right answer is preferred, and what both kinds are worth."""
+    """How often the right answer is preferred, and what both kinds are worth; or how often the right class is told."""
     rows = record.training
     if finite(rows, "no_spread"):
         return _charts_of_rewards(record)
-    if not finite(rows, "reward_margin"):
+    if not finite(rows, "accuracy"):
         return []
     accuracy = [*_smoothed(rows, "accuracy"), _series(record.evaluations, "eval_accuracy", "held-out", "points")]
+    if not finite(rows, "reward_margin"):
+        return [chart("Share of " + record.accuracy_of, accuracy, form=lambda value: f"{value:.3g}")]
     rewards = [_series(rows, f"reward_{name}", name, "line") for name in ("chosen", "rejected", "margin")]
     return [
-        chart("Share of answers preferred rightly", accuracy, form=lambda value: f"{value:.3g}"),
+        chart("Share of " + record.accuracy_of, accuracy, form=lambda value: f"{value:.3g}"),
         chart("Rewards of answers", rewards, form=lambda value: f"{value:.3g}"),
     ]
 

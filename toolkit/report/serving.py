@@ -21,13 +21,15 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def next_steps(run: Path, recipe: Recipe) -> list[tuple[str, str]]:
     """Of a finished run: what for, and the line to type."""
     place, final = str(run), run / "final"
-    lines = [("talk with it", _line("toolkit", "chat", place))]
-    if recipe.data.eval_split is not None or recipe.data.eval_sources:
+    lines = [] if recipe.headed else [("talk with it", _line("toolkit", "chat", place))]
+    if recipe.headed:
+        pass  # The report has its scores.
+    elif recipe.data.eval_split is not None or recipe.data.eval_sources:
         lines.append(("score it", _line("toolkit", "evaluate", place)))
     if recipe.method.name == "lora":
         lines.append(("merge it", _line("toolkit", "merge", place)))
     whole = str(run / "merged" if recipe.method.name == "lora" else final)
-    if recipe.objective == "seq2seq":
+    if recipe.headed or recipe.objective == "seq2seq":
         return lines  # vLLM has no encoder-decoders for text, and neither does Transformers' server.
     once = ", once it is merged" if recipe.method.name == "lora" else ""
     name = run.resolve().name

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import ParallelismConfig
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from transformers import Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from trl import SFTConfig
 
 from toolkit.common import UserError, concealed, first_line
@@ -35,6 +35,10 @@ class _CausalArguments(_Described, SFTConfig):
 
 
 class _EncoderDecoderArguments(_Described, Seq2SeqTrainingArguments):
+    pass
+
+
+class _HeadArguments(_Described, TrainingArguments):
     pass
 
 
@@ -68,8 +72,8 @@ def build_arguments(
                 part["nvme_path"] = str(swap)
     if mesh := fsdp_mesh(recipe, world):
         kwargs["parallelism_config"] = ParallelismConfig(**mesh)
-    kind: Any = _EncoderDecoderArguments
-    if recipe.objective != "seq2seq":
+    kind: Any = _HeadArguments if recipe.headed else _EncoderDecoderArguments
+    if not (recipe.headed or recipe.objective == "seq2seq"):
         # What the data is made of is decided elsewhere.
         prepared = {"max_length": None, "packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
         kind, kwargs = _CausalArguments, kwargs | prepared

@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit.data.batches import ALIGNED, FixedOrder, MicroBatches, Repeated
 from toolkit.data.collate import AnswerCollator, Collator, JudgedCollator, Layout, PartCollator, PromptCollator
+from toolkit.data.head_batches import HeadCollator
 from toolkit.data.prepare import answer_lengths, sequence_lengths
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention, device
@@ -16,7 +17,7 @@ from toolkit.models.shared_rows import share_balance, share_rows
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import FP8_SCALING
 
-Collates = Collator | PartCollator | AnswerCollator | JudgedCollator | PromptCollator
+Collates = Collator | PartCollator | AnswerCollator | JudgedCollator | PromptCollator | HeadCollator
 
 
 def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part: int = 0) -> Collates:
@@ -27,6 +28,9 @@ def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part:
         compiles: Whether the layers are compiled.
         part: Which part of each row this process has, where several share them.
     """
+    if recipe.headed:
+        padded = Collator(tokenizer.pad_token_id, "padded", ALIGNED, longest=recipe.batch.seq_len)
+        return HeadCollator(padded, recipe.objective, "token_type_ids" in tokenizer.model_input_names)
     if recipe.prefers or recipe.reinforces:
         rows = collator(recipe.with_values({"objective": "sft"}), backend, tokenizer, compiles)
         assert isinstance(rows, Collator), "whole answers are compared"

@@ -255,7 +255,8 @@ class Evaluator(TrainerCallback):
         self._evaluated_step = step
         started = time.monotonic()
         self.last = evaluate(self._session) if step else evaluate_untrained(self._session)
-        self._session.trainer.log(dict(self.last))
+        # Trackers take numbers, and no tables.
+        self._session.trainer.log({key: value for key, value in self.last.items() if isinstance(value, int | float)})
         if self._meter:
             self._meter.evaluated(step, self.last, time.monotonic() - started)
         return self.last

@@ -25,7 +25,7 @@ from toolkit.data.encode import Encoder
 from toolkit.data.rows import Chat
 from toolkit.distributed.engines import dtypes
 from toolkit.train.evaluate import as_prompt, generate
-from toolkit.train.export import load_trained, no_text, on_device, read_audit, take_any_bytes
+from toolkit.train.export import load_trained, no_text, on_device, read_audit, refuse_head, take_any_bytes
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C cuts an answer short"
 _NARROWEST = 30
@@ -46,6 +46,7 @@ class Speaker:
     """
 
     def __init__(self, run: Path, system: str | None) -> None:
+        refuse_head(run)
         source, model, tokenizer = load_trained(run)
         self.name, self._recipe, self._tokenizer = run.resolve().name, source.recipe, tokenizer
         self._model = on_device(model, source.recipe)

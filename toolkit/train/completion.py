@@ -33,7 +33,10 @@ def source_of(source: ModelSource, folder: RunFolder) -> ModelSource:
         )
     # What was taken out of the base is part of the adapter by now.
     begun = {"method.init_lora_weights": "default"} if recipe.method.init_lora_weights in MOVES_BASE else {}
-    return dataclasses.replace(source, recipe=start_from(recipe.with_values({"model.adapter": final, **begun}), {})[0])
+    started = start_from(recipe.with_values({"model.adapter": final, **begun}), {})[0]
+    if recipe.headed:  # What PEFT trains of a head, it names itself.
+        started = started.with_values({"method.modules_to_save": recipe.method.modules_to_save})
+    return dataclasses.replace(source, recipe=started)
 
 
 class Completion(TrainerCallback):

@@ -30,7 +30,7 @@ def load_trained(run: Path) -> tuple[ModelSource, Any, Any]:
     Raises:
         UserError: If the run has no final model.
     """
-    source, final = ModelSource.open(load_resolved(run / "recipe.yaml")), final_model(run)
+    source, final = opened(run), final_model(run)
     recipe = source.recipe
     if recipe.method.name == "lora":
         from peft import PeftModel
@@ -40,6 +40,27 @@ def load_trained(run: Path) -> tuple[ModelSource, Any, Any]:
         saved = {"model.path": str(final), "model.gguf_file": None, "model.revision": None}
         model = load_base(ModelSource.open(recipe.with_values(saved)))
     return source, model, source.tokenizer(saved=final)
+
+
+def opened(run: Path) -> ModelSource:
+    """What a run was trained from, with the labels that its head has."""
+    source = ModelSource.open(load_resolved(run / "recipe.yaml"))
+    if not source.recipe.headed:
+        return source
+    return source.labelled(read_audit(run).classes, source.tokenizer(saved=final_model(run)))
+
+
+def refuse_head(
+    run: Path, instead: str = "toolkit report shows its held-out scores, and README.md how it is used"
+) -> None:
+    """Refuses a run whose model has no head for the vocabulary.
+
+    Raises:
+        UserError: It has another one.
+    """
+    recipe = load_resolved(run / "recipe.yaml")
+    if recipe.headed:
+        raise UserError(f"{run} was trained with objective {recipe.objective}: its model says no words", instead)
 
 
 def load_base(source: ModelSource) -> Any:
@@ -63,6 +84,7 @@ def answer_prompts(
     Raises:
         UserError: If the run has no final model, or a prompt is no text.
     """
+    refuse_head(run)
     for prompt in prompts or ():
         if said := no_text(prompt):
             raise UserError(said, "write it in UTF-8")

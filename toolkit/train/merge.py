@@ -35,7 +35,7 @@ from toolkit.planner.hardware.detect import ram
 from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
 from toolkit.report.load import read_manifest
-from toolkit.train.export import final_model
+from toolkit.train.export import final_model, opened
 
 MERGE_TOLERANCE = 1e-4
 """Largest allowed distance of merged from adapter logits in fp32, relative to the largest logit: rounding is 1e-6."""
@@ -85,7 +85,7 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
     _check_sum(runs, recipes, weights)
     if output.exists():
         raise UserError(f"{output} exists already", "name another folder with --output")
-    sources = [ModelSource.open(recipe) for recipe in recipes]
+    sources = [opened(run) for run in runs]
     source, tokenizer = sources[0], sources[0].tokenizer(saved=finals[0])
     rows = [
         row
@@ -132,7 +132,11 @@ def _check_sum(runs: Sequence[Path], recipes: Sequence[Recipe], weights: Sequenc
     bases = set()
     for run, recipe in zip(runs, recipes, strict=True) if weights else ():
         method = recipe.method
-        others = {"use_dora": method.use_dora, "modules_to_save": method.modules_to_save}
+        others = {
+            "a head of its own": recipe.headed,
+            "use_dora": method.use_dora,
+            "modules_to_save": method.modules_to_save,
+        }
         others["model.new_tokens"] = recipe.model.new_tokens
         # Each would make up for the same loss.
         others["init_lora_weights=loftq"] = method.init_lora_weights == "loftq"

@@ -17,6 +17,7 @@ from toolkit.models.head_choice import HeadChoice
 from toolkit.models.layer_sums import dividing
 from toolkit.models.preference import pair_losses
 from toolkit.recipe.preference import Preference
+from toolkit.train.told import Telling
 from toolkit.train.trainer import CausalTrainer
 
 OF_PAIRS = ("reward_chosen", "reward_rejected", "reward_margin", "accuracy", "logp_chosen", "logp_rejected")
@@ -32,7 +33,7 @@ BESIDE = ("rows", "answer_tokens", "desirable", "others")
 """What a batch of answers has beside what the model reads."""
 
 
-class AnswerTrainer(CausalTrainer):
+class AnswerTrainer(Telling, CausalTrainer):
     """A causal model that learns which answers are preferred. Set `objective` and `settings` once it is made.
 
     Dropout is off, as in TRL: its noise would pass for a change of log-probability.
@@ -43,7 +44,6 @@ class AnswerTrainer(CausalTrainer):
     settings: Preference
     reference: torch.Tensor | None = None
     """(rows, 2) log-probabilities of both answers of each row by the reference, where the objective has one."""
-    _seen: torch.Tensor | None = None
     _tokens: Any = 0
 
     def __init__(self, model: Any, args: Any, choice: HeadChoice, **kwargs: Any) -> None:
@@ -59,21 +59,6 @@ class AnswerTrainer(CausalTrainer):
         parts = outputs.log_probs[0].double()[: sum(counts)].split(counts)
         log_probs = torch.stack([part.sum() for part in parts])
         return log_probs, torch.tensor(counts, device=log_probs.device), balance
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds what the answers of the steps since the last time were like. All processes call this."""
-        if "loss" in logs and self._seen is not None:
-            logs = {**logs, **self.told(self.accelerator.reduce(self._seen, reduction="sum").tolist())}
-            self._seen = None
-        super().log(logs, *args, **kwargs)
-
-    def told(self, sums: list[float]) -> dict[str, float]:
-        """What is said of answers, given sums over their rows."""
-        raise NotImplementedError
-
-    def see(self, sums: torch.Tensor) -> None:
-        """Adds sums over the rows of a micro-batch in training to those that are `told`."""
-        self._seen = sums if self._seen is None else self._seen + sums
 
     def trained_tokens(self, count: Any) -> Any:
         return self._tokens

@@ -24,10 +24,11 @@ from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
 from toolkit.models import attention
-from toolkit.models.load import ModelSource, auto_class
+from toolkit.models.heads import auto_class
+from toolkit.models.load import ModelSource
 from toolkit.recipe.load import load_resolved
 from toolkit.train import gguf
-from toolkit.train.export import final_model, load_trained, on_device
+from toolkit.train.export import final_model, load_trained, on_device, refuse_head
 from toolkit.train.merge import merge, proof_rows
 
 READ_BACK = 1e-3
@@ -94,6 +95,7 @@ def export(run: Path, form: str, output: Path) -> str:
         gguf.converter()
     if output.exists():
         raise UserError(f"{output} exists already", "name another folder with output=DIR")
+    refuse_head(run, "use its final model as it is")
     source = ModelSource.open(load_resolved(run / "recipe.yaml"))
     recipe, final = source.recipe, final_model(run)
     tokenizer = source.tokenizer(saved=final)

@@ -32,7 +32,8 @@ from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.head_choice import choose
-from toolkit.models.load import ModelSource, auto_class
+from toolkit.models.heads import auto_class
+from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.parts import divide_model, require_plans
 from toolkit.models.pipeline import elsewhere, split_layers
@@ -55,6 +56,7 @@ from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.completion import Completion, source_of
 from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.finite import Finite
+from toolkit.train.heads import ClassTrainer, RewardTrainer, TokenTrainer
 from toolkit.train.judged import JudgedTrainer
 from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.policy import PolicyTrainer
@@ -112,19 +114,19 @@ def set_up(
 
     require_plans(source.config, layout.expert)
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
-    of_tokens = EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
-    of_answers = JudgedTrainer if recipe.judges else PolicyTrainer if recipe.reinforces else PairTrainer
-    trains = of_answers if recipe.prefers or recipe.reinforces else of_tokens
-    kind: Any = functools.partial(trains, choice=_head(source, first))
+    kind: Any = _trainer(recipe)
+    if not recipe.headed:
+        kind = functools.partial(kind, choice=_head(source, first))
 
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
     kinds = attention_kernels.available(types.compute)
     backend = attention.resolve(
-        recipe.model.attention, source.config.to_dict(), types.compute, kinds, recipe.parallel.shares_by
+        recipe.model.attention, source.config.to_dict(), types.compute, kinds, recipe.parallel.shares_by, recipe.headed
     )
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)
     prepared = _prepare(source, tokenizer, stops, folder if first else None, progress)
+    source = source.labelled(prepared.classes, tokenizer)
 
     start_up.ended("data")
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
@@ -183,7 +185,7 @@ def set_up(
     # Trainer
     train = prepared.train.divided(world.world_size) if isinstance(prepared.train, Stream) else prepared.train
     held_out = prepared.eval
-    if recipe.prefers or recipe.reinforces:
+    if (recipe.prefers and not recipe.headed) or recipe.reinforces:
         train, held_out = numbered(train, held_out)
     trainer: Any = kind(
         model=model,
@@ -196,6 +198,7 @@ def set_up(
     )
     trainer.schedule = recipe.parallel.schedule
     trainer.objective, trainer.settings = recipe.objective, recipe.policy if recipe.reinforces else recipe.preference
+    trainer.classes = prepared.classes
     if recipe.reinforces:
         trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, Scorer(recipe.rewards))
         trainer.resumed = folder.resume_from
@@ -270,6 +273,18 @@ def set_up(
         progress=progress,
         start_up=start_up,
     )
+
+
+def _trainer(recipe: Recipe) -> Any:
+    """The class that trains an objective."""
+    of_heads = {"reward": RewardTrainer, "classification": ClassTrainer, "token_classification": TokenTrainer}
+    if recipe.headed:
+        return of_heads[recipe.objective]
+    if recipe.prefers:
+        return JudgedTrainer if recipe.judges else PairTrainer
+    if recipe.reinforces:
+        return PolicyTrainer
+    return EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
 
 
 def _begin(trainer: Any, source: ModelSource, types: Dtypes, train: Any) -> None:

@@ -112,6 +112,8 @@ class Pace(TrainerCallback):
         @functools.wraps(step)
         def counted(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             for name in ("input_ids", "labels"):
+                if name not in inputs or inputs[name].dim() < 2:  # Of whole texts there are no labels of tokens.
+                    continue
                 tokens = inputs[name].numel()
                 self._running.tokens += tokens
                 self._running.pairs += tokens * inputs.get("max_length_q", inputs[name].shape[-1])

@@ -308,7 +308,12 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
         rows.append(("held-out after", rewards) if rewards else ("held-out loss", text))
         if (accuracy := evaluator.last.get("eval_accuracy")) is not None:
             earlier = f"{evaluator.first['eval_accuracy']:.1%} -> " if evaluator.first else ""
-            rows.append(("held-out answers preferred rightly", f"{earlier}{accuracy:.1%}"))
+            what = "classes told" if session.recipe.classifies else "answers preferred"
+            rows.append((f"held-out {what} rightly", f"{earlier}{accuracy:.1%}"))
+        for key, name in (("eval_macro_f1", "F1, mean of classes"), ("eval_entity_f1", "F1 of entities")):
+            if (score := evaluator.last.get(key)) is not None:
+                earlier = f"{evaluator.first[key]:.3f} -> " if evaluator.first else ""
+                rows.append((f"held-out {name}", f"{earlier}{score:.3f}"))
     if callbacks.meter and callbacks.meter.last:
         rows.append(("training loss", f"{callbacks.meter.last['loss']:.4f}"))
     rows.append(("steps", f"{session.trainer.state.global_step}"))

@@ -96,6 +96,7 @@ def beginning(session: Session) -> dict[str, Any] | None:
         return None
     adds = method.use_dora or method.modules_to_save or recipe.model.new_tokens
     plain = method.name == "lora" and method.init_lora_weights in _AS_IT_IS and not adds
+    known = (plain or method.name == "full") and not recipe.headed
     return {
         "weights": [hashes["model"], hashes.get("adapter")],
         "model": recipe.model.model_dump(mode="json", exclude={"path", "adapter"}),
@@ -104,7 +105,7 @@ def beginning(session: Session) -> dict[str, Any] | None:
         "attention": session.attention,
         "quantization": [method.quantization, method.double_quantization],
         # What begins at random, or by a part of the base.
-        "begins": None if plain or method.name == "full" else [method.model_dump(mode="json"), recipe.seed],
+        "begins": None if known else [method.model_dump(mode="json"), recipe.seed],
     }
 
 

@@ -34,6 +34,7 @@ from toolkit.models.pipeline import chain
 from toolkit.models.shared_rows import sizes
 from toolkit.models.tiled_mlp import tiles_of
 from toolkit.train.evaluate import evaluating
+from toolkit.train.heads import check_padding
 from toolkit.train.optimizer import inner_optimizer, moments_of, not_updated, updated_by
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer
@@ -50,7 +51,10 @@ class Verify(TrainerCallback):
         self._session, self._has_stepped, self._graphs = session, False, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        check_output_head(self._session)
+        if self._session.recipe.headed:
+            check_padding(self._session)
+        else:
+            check_output_head(self._session)
         self._check()
         if self._session.recipe.data.packing or self._session.attention in attention.VARLEN:
             check_isolation(self._session)

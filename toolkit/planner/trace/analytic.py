@@ -11,6 +11,7 @@ from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.types import Amount, Moment, Pass, Tensors, Trace
 from toolkit.recipe import model_configs
+from toolkit.recipe.heads import HEADED
 
 _NOTHING = Amount()
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -76,7 +77,9 @@ def _estimated(setting: Setting, note: str) -> Trace:
     recomputes = setting.checkpointing in ("full", "selective", "offload")
     stays = between if recomputes and setting.checkpointing != "offload" else 0 if recomputes else kept
     activations = Amount((0.0, float(kept if recomputes else between), 0.0), (0.0, float(stays), 0.0))
-    logits = Amount((0.0, float(12 * hidden), 0.0))
+    headed = setting.objective in HEADED
+    scored = 2 if headed else vocab
+    logits = Amount((0.0, float(12 * (scored if headed else hidden)), 0.0))
     matrices = often * (wide + narrow) * hidden * 2 + 3 * inner * hidden * active
     times = 2.0 if setting.method["name"] == "full" else 1.0
     again = 1.0 if recomputes else 0.0
@@ -84,7 +87,7 @@ def _estimated(setting: Setting, note: str) -> Trace:
 
     def work(passes: float) -> Pass:
         return Pass(
-            matmul=Amount((0.0, passes * 2.0 * vocab * hidden), (0.0, passes * matmul)),
+            matmul=Amount((0.0, passes * 2.0 * scored * hidden), (0.0, passes * matmul)),
             attention=Amount((), (0.0, 0.0, passes * attention)),
             moved=Amount((), (0.0, passes * moved)),
             launches=Amount((passes * 50.0,), (passes * 50.0,)),
@@ -137,7 +140,9 @@ def _tensors(
     stored: Any = setting.method.get("quantization", "none")
     kind: Any = "base" if stored == "none" else stored
     tensors = [Tensors("embeddings", (vocab, hidden), 1, full, "base")]
-    if not setting.config.get("tie_word_embeddings", True):
+    if setting.objective in HEADED:
+        tensors.append(Tensors("head", (2, hidden), 1, True, "base"))
+    elif not setting.config.get("tie_word_embeddings", True):
         tensors.append(Tensors("head", (vocab, hidden), 1, full, "base"))
     tensors += [Tensors("layer", shape, count, full, kind) for shape, count in linear]
     tensors += [Tensors("layer", (hidden,), 2 * layers, full, "base"), Tensors("other", (hidden,), 1, full, "base")]

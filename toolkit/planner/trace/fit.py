@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toolkit.common import UserError
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.head_choice import choose
+from toolkit.models.heads import head_modules
+from toolkit.models.output_head import HeadChoice
 from toolkit.models.parts import is_part, parts_of
 from toolkit.models.stored import StoredWeight
 from toolkit.planner.trace import fake_kernels
@@ -30,6 +32,7 @@ from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import build, depth_of, depths, load_config, pattern
 from toolkit.planner.trace.tracker import CATEGORIES, Timeline
 from toolkit.planner.trace.types import CHUNK, Amount, Cache, Moment, Pass, Shape, Tensors, Trace
+from toolkit.recipe.heads import HEADED
 
 _ALWAYS = 4
 """Kinds of work that every pass has; the others are of processes that divide something."""
@@ -40,6 +43,8 @@ _DIVIDES = "aot_eager_decomp_partition"
 _SHORT = 24
 """Tokens of a row that is shorter than the blocks of any model."""
 _ACTIVATIONS, _CHUNKS, _GRADIENTS = map(CATEGORIES.index, ("activations", "chunks", "gradients"))
+NO_VOCABULARY = HeadChoice()
+"""Of models without an output head there is nothing to choose."""
 _caches_before: dict[tuple[str, str], tuple[Cache, ...] | None] = {}
 # Of micro-batches for which the peak is looked for; each is some operation's, and that operation's amounts are kept.
 _SHAPES = [(batch, length) for batch in (1, 8, 64, 512) for length in (16, 128, 1024, 8192, 65536)]
@@ -55,7 +60,8 @@ def trace(setting: Setting) -> Trace:
     deadline = time.process_time() + _LIMIT
     config = load_config(setting)
     encoder_decoder = setting.objective == "seq2seq"
-    choice = choose(config, setting.trust_remote_code, setting.objective)
+    headed = setting.objective in HEADED
+    choice = NO_VOCABULARY if headed else choose(config, setting.trust_remote_code, setting.objective)
     shapes = _shapes(setting)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -92,14 +98,14 @@ def trace(setting: Setting) -> Trace:
                 block = _lengthen(shapes, runs[0], measure)
     fit = _Fit(shapes, small, large, block)
     tensors, buffers = _inventory(inventory, setting)
-    head = inventory.base.get_output_embeddings().weight
+    head = None if headed else inventory.base.get_output_embeddings().weight
     # Its logits are formed once on CPUs, and where processes divide it.
-    again = choice.fused and setting.device != "cpu" and not is_part(head)
+    again = head is not None and choice.fused and setting.device != "cpu" and not is_part(head)
     return Trace(
         layers=layers,
         tensors=tensors,
         moments=tuple(_moments(runs, fit, layers, setting.chunk)),
-        passes=_passes(runs, fit, head.numel() if again else 0, encoder_decoder),
+        passes=_passes(runs, fit, head.numel() if again and head is not None else 0, encoder_decoder),
         boundary=fit.amount([[[micro.boundary] for micro in row] for row in runs])[0],
         buffers=buffers,
         caches=_caches(setting, config),
@@ -109,6 +115,8 @@ def trace(setting: Setting) -> Trace:
 
 def _caches(setting: Setting, config: Any) -> tuple[Cache, ...] | None:
     """The same in every setting of an architecture."""
+    if setting.objective in HEADED:
+        return None
     key = setting.architecture(), setting.objective
     if key not in _caches_before:
         _caches_before[key] = kept(config, setting.objective, setting.trust_remote_code)
@@ -325,7 +333,10 @@ def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], int
     """Parameters of the whole model, and bytes of buffers."""
     base = shallow.base
     place: dict[int, Any] = {}
-    for module, name in ((base.get_output_embeddings(), "head"), (base.get_input_embeddings(), "embeddings")):
+    heads = [base.get_output_embeddings()]
+    if setting.objective in HEADED:
+        heads = [base.get_submodule(name) for name in head_modules(base)]
+    for module, name in (*((each, "head") for each in heads), (base.get_input_embeddings(), "embeddings")):
         for parameter in module.parameters() if module is not None else ():
             place[id(parameter)] = name
     place |= {id(parameter): "layer" for layer in shallow.layers for parameter in layer.parameters()}

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from toolkit.models.heads import auto_class
 from toolkit.planner.trace.shallow import depth_of
 from toolkit.planner.trace.types import Cache
 
@@ -39,7 +40,7 @@ def kept(config: Any, objective: str, trust_remote_code: bool = False) -> tuple[
     """
     if depth_of(config) > _DEEPEST:
         return None
-    kind = AutoModelForSeq2SeqLM if objective == "seq2seq" else AutoModelForCausalLM
+    kind = auto_class(objective)
     # Fake tensors know the numbers that a model makes from others, but take twice as long.
     for mode, device in ((torch.device("meta"), "meta"), (FakeTensorMode(allow_non_fake_inputs=True), "cpu")):
         try:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from bitsandbytes.functional import QuantState
+from torch.nn import functional as F
 from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.distributed.engines import checkpointing_kwargs
@@ -24,6 +25,7 @@ from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import CompiledTracker, Timeline, Tracker
+from toolkit.recipe.heads import HEADED
 from toolkit.recipe.sections import ActivationCheckpointing
 
 ENCODER_PLACES = ("encoder_first", "encoder_last")
@@ -71,7 +73,9 @@ def run(
     _prepare(shallow, setting, choice, compiled)
     with fake:
         inputs = _inputs(setting, batch, length)
-        if setting.device == "cpu" or not choice.fused or setting.objective == "seq2seq":
+        if setting.objective in HEADED:
+            del inputs["labels"]
+        elif setting.device == "cpu" or not choice.fused or setting.objective == "seq2seq":
             inputs["label_positions"] = torch.zeros(batch * length, dtype=torch.long)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *inputs.values()]
         chunk = setting.chunk if batch * length > setting.chunk else 0
@@ -121,7 +125,7 @@ def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice, compiled: C
     tile_mlps(base, setting.mlp_tiles)
     if setting.objective == "seq2seq":
         PairHead(base, choice)
-    else:
+    elif setting.objective not in HEADED:
         if asks_routers(base.config):
             base.config.get_text_config().output_router_logits = choice.balances
         # With what TRL has it compute beside: a little more than the trainers ask for.
@@ -162,6 +166,10 @@ def _loss(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> torch.T
 
 def _nll(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Sum over the tokens, their number, and a mixture of experts' own loss."""
+    if setting.objective in HEADED:
+        logits = shallow.model(**inputs).logits.float().flatten(0, -2)
+        losses = F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long), reduction="none")
+        return losses.sum(), logits.new_tensor(float(len(losses))), None
     outputs = shallow.model(**inputs, use_cache=False, fused_lm_head=True)
     return (-outputs.log_probs).sum(), outputs.label_mask.sum(), getattr(outputs, "aux_loss", None)
 

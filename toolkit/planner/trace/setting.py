@@ -21,6 +21,7 @@ from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention
 from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, FORMAT
 from toolkit.recipe import Recipe, model_configs
+from toolkit.recipe.heads import OF_TEXTS
 
 Layout = Literal["padded", "packed", "flat", "seq2seq"]
 _LIBRARIES = ("torch", "transformers", "trl", "peft")
@@ -42,7 +43,8 @@ class Setting:
     Args:
         config: The model's `config.json`.
         device: What it will run on; kernels and rounding differ.
-        objective: As in the recipe; `sft` of pairs of answers, each of which is computed as two rows are.
+        objective: As in the recipe; `sft` of pairs of answers, each of which is computed as two rows are, and
+            `classification` of those that get rewards. How many labels a head has is left out: it weighs nothing.
         method: The recipe's section `method`, without what leaves memory and work as they are; `extra` holds
             `extra.lora`, `new_tokens` the number of tokens whose rows are trained beside adapters, where there are any.
         load: Dtype of frozen weights, see `engines.Dtypes`.
@@ -145,7 +147,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
     return Setting(
         config={key: value for key, value in config.items() if key not in _NO_ARCHITECTURE},
         device="cpu" if on_cpu else "cuda",
-        objective="sft" if recipe.prefers or recipe.reinforces else recipe.objective,
+        objective=_computed_as(recipe),
         method=stated | ({"extra": dict(recipe.extra.lora)} if recipe.extra.lora else {}),
         load=types.load if adapters else seen,
         local=seen,
@@ -165,6 +167,12 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         context=recipe.parallel.context,
         expert=recipe.parallel.expert,
     )
+
+
+def _computed_as(recipe: Recipe) -> str:
+    if recipe.headed:
+        return "classification" if recipe.objective in OF_TEXTS else recipe.objective
+    return "sft" if recipe.prefers or recipe.reinforces else recipe.objective
 
 
 def _layout(recipe: Recipe, backend: str) -> Layout:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.quantizers import AutoHfQuantizer
 
@@ -19,16 +19,20 @@ from toolkit.distributed.engines import Dtypes
 from toolkit.models import experts
 from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
 from toolkit.models.expert_parallel import divide_experts
+from toolkit.models.heads import auto_class
 from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.even_routing import EvenExchange
 from toolkit.planner.trace.setting import Setting
+from toolkit.planner.trace.types import CHUNK
 from toolkit.recipe import Recipe
+from toolkit.recipe.heads import HEADED
 from toolkit.recipe.schema import Data, Model, Source
 from toolkit.recipe.sections import Extra, Method
 
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _DECODER_KEYS = ("decoder_layers", "num_decoder_layers")
+_OF_POSITIONS = ("position_ids", "token_type_ids")
 _ENCODER_KEYS = ("encoder_layers", "num_layers")
 
 
@@ -64,6 +68,8 @@ def load_config(setting: Setting) -> Any:
         if (getattr(each, "pad_token_id", None) or 0) >= text.vocab_size:
             # The default of Phi-3 or Marian, where settings leave the model's own out: they change no memory.
             each.pad_token_id = 0
+        if setting.objective in HEADED:  # By which a head finds the last token.
+            each.pad_token_id = each.pad_token_id or 0
     return config
 
 
@@ -135,7 +141,7 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bo
     config = load_config(setting)
     if depth is not None:
         _shorten(config, depth, encoder)
-    kind = AutoModelForSeq2SeqLM if setting.objective == "seq2seq" else AutoModelForCausalLM
+    kind = auto_class(setting.objective)
     recipe = _recipe(setting)
     types = _dtypes(setting)
     with torch.device("meta"):
@@ -221,7 +227,7 @@ def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 def _repeated(model: PreTrainedModel) -> list[list[torch.nn.Module]]:
     """Lists of layers that are marked as such, or where none are, all lists of modules."""
     # A model of several modes may have more layers for images than a shallow decoder has.
-    inside = model if model.config.is_encoder_decoder else model.get_decoder()
+    inside = model if model.config.is_encoder_decoder else model.get_decoder() or model.base_model
     lists = [[*each] for each in inside.modules() if isinstance(each, torch.nn.ModuleList) and len(each)]
     marked = [each for each in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in each)]
     return marked or lists
@@ -246,5 +252,7 @@ def _materialize(model: torch.nn.Module, fake: FakeTensorMode, types: Dtypes) ->
                 module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = empty(buffer)
+                    # Encoders have numbers of positions as long as their longest row, which shapes exceed.
+                    longer = name in _OF_POSITIONS and buffer.dim() == 2 and buffer.shape[1] < 2 * CHUNK
+                    module._buffers[name] = empty(buffer.new_empty(1, 2 * CHUNK) if longer else buffer)
         experts.restore_on_use(model)

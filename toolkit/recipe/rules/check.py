@@ -17,6 +17,7 @@ from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.module_names import name_problems, whole_numbers
 from toolkit.recipe.rules.expert import EXPERT_RULES, nearest_experts
 from toolkit.recipe.rules.extra import extra_problems, extra_warnings
+from toolkit.recipe.rules.heads import HEAD_RULES
 from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
 from toolkit.recipe.rules.method import METHOD_RULES, adapter_keys, linear_only, not_for_parameters, not_linear
@@ -51,6 +52,7 @@ RULES: dict[str, Rule] = (
     | PIPELINE_RULES
     | PREFERENCE_RULES
     | REINFORCEMENT_RULES
+    | HEAD_RULES
     | IGNORED_RULES
     | UNUSUAL_RULES
 )

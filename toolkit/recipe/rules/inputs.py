@@ -164,7 +164,7 @@ INPUT_RULES = {
     ),
     "architecture-encoder": Rule(
         "model.path",
-        lambda r, c: r.objective != "seq2seq" and model_configs.causal_key(c) is not None,
+        lambda r, c: r.objective != "seq2seq" and not r.headed and model_configs.causal_key(c) is not None,
         "this model is an encoder: its tokens see those that come after them, which training is to predict",
         "name a decoder{causal_change}",
     ),

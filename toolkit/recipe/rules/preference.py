@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from toolkit.recipe.errors import Rule
+from toolkit.recipe.heads import REWARD
 from toolkit.recipe.preference import OF_DIFFERENCES, PREFERENCES, SMOOTHED, Preference
 from toolkit.recipe.schema import Recipe
 
@@ -17,6 +18,10 @@ def _unread(key: str, reads: Callable[[Recipe], bool], why: str, instead: str) -
         return recipe.prefers and getattr(recipe.preference, key) != default and not reads(recipe)
 
     return Rule(path, lambda r, _: broken(r), why, f"remove {path}, or set {instead}")
+
+
+def _of_probabilities(recipe: Recipe) -> bool:
+    return recipe.prefers and not recipe.headed
 
 
 def _no_answers(path: str, broken: Callable[[Recipe], object], why: str, change: str) -> Rule:
@@ -57,7 +62,19 @@ PREFERENCE_RULES = {
         "objective=dpo and preference.loss=sigmoid",
     ),
     "preference-margin": _unread(
-        "margin", lambda r: r.objective == "simpo", "only SimPO has a target margin", "objective=simpo"
+        "margin",
+        lambda r: r.objective in ("simpo", REWARD),
+        "only SimPO and reward models have a target margin",
+        "objective=simpo",
+    ),
+    "preference-beta": _unread(
+        "beta", _of_probabilities, "rewards are learnt as they are, without a scale", "objective=dpo"
+    ),
+    "preference-center": _unread(
+        "center_rewards",
+        lambda r: r.objective == REWARD,
+        "only reward models have rewards to center",
+        "objective=reward",
     ),
     **{
         f"preference-{key.replace('_', '-')}": _unread(
@@ -66,7 +83,10 @@ PREFERENCE_RULES = {
         for key in ("desirable_weight", "undesirable_weight")
     },
     "preference-sft": _unread(
-        "sft_weight", lambda r: r.pairs, "judged answers have no chosen one whose likelihood is learnt", "objective=dpo"
+        "sft_weight",
+        lambda r: r.pairs and _of_probabilities(r),
+        "there is no chosen answer whose likelihood is learnt",
+        "objective=dpo",
     ),
     "preference-exo": Rule(
         "preference.label_smoothing",
@@ -83,7 +103,7 @@ PREFERENCE_RULES = {
     "preference-streaming": Rule(
         "data.streaming",
         lambda r, _: r.prefers and r.data.streaming,
-        "the reference's log-probabilities are computed once, of all rows before the first step",
+        "all rows are counted, and the reference asked of them, before the first step",
         "set data.streaming=false",
     ),
     "preference-tokens": _no_answers(

@@ -334,16 +334,29 @@ TRAINING_RULES = {
     "best-metric": Rule(
         "checkpoint.keep_best",
         lambda r, _: (
-            r.checkpoint.keep_best not in (None, "eval_loss", "eval_accuracy") and not r.evaluation.generation_metrics
+            r.checkpoint.keep_best in ("eval_bleu", "eval_chrf", "eval_exact_match")
+            and not r.evaluation.generation_metrics
         ),
         "is a metric of generated targets, and none are generated",
         "set checkpoint.keep_best=eval_loss, or, for objective seq2seq, evaluation.generation_metrics=true",
     ),
     "best-accuracy": Rule(
         "checkpoint.keep_best",
-        lambda r, _: r.checkpoint.keep_best == "eval_accuracy" and not r.prefers,
-        "is the share of answers preferred rightly, which only objectives of preference have",
+        lambda r, _: r.checkpoint.keep_best == "eval_accuracy" and not (r.prefers or r.headed),
+        "is the share of answers preferred, or classes told, rightly, which this objective has none of",
         "set checkpoint.keep_best=eval_loss, or objective=dpo",
+    ),
+    "best-f1": Rule(
+        "checkpoint.keep_best",
+        lambda r, _: r.checkpoint.keep_best == "eval_macro_f1" and not r.classifies,
+        "is the mean F1 of classes, which only objectives that classify have",
+        "set checkpoint.keep_best=eval_loss, or objective=classification",
+    ),
+    "best-entities": Rule(
+        "checkpoint.keep_best",
+        lambda r, _: r.checkpoint.keep_best == "eval_entity_f1" and r.objective != "token_classification",
+        "is the F1 of entities, which only words with tags have",
+        "set checkpoint.keep_best=eval_loss, or objective=token_classification",
     ),
     "best-or-mean": Rule(
         "checkpoint.average_last",

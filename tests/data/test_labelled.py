@@ -1,0 +1,185 @@
+"""Rows with labels: which columns they have, what classes are called, the audit, and where labels of words stand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from datasets import ClassLabel, Dataset, Features, List, Value
+
+from toolkit.common import UserError
+from toolkit.data.audit import DataError
+from toolkit.data.prepare import Prepared, prepare
+from toolkit.data.preview import render, show
+from toolkit.recipe import Recipe
+
+TEXTS = [{"text": f"row {n} is {'good' if n % 2 else 'bad'}", "label": "good" if n % 2 else "bad"} for n in range(20)]
+
+
+def prepared(
+    folder: Path, rows: Any, objective: str = "classification", tokenizer: Any = None, **data: Any
+) -> Prepared:
+    """These rows of a file as a recipe prepares them, or those of the files that are named."""
+    if isinstance(rows, list):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        rows = folder / "rows.jsonl"
+        rows.write_text(lines, encoding="utf-8")
+    batch = {"seq_len": data.pop("seq_len", 64), "global_batch_size": 2}
+    content = {"model": {"path": "a/b"}, "data": {"sources": [str(rows)], "shuffle": False, **data}, "batch": batch}
+    recipe = Recipe.model_validate(content | {"objective": objective})
+    return prepare(recipe, tokenizer or tiny.tiny_tokenizer(False), frozenset({2}), cache=folder / "cache")
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "columns"),
+    [
+        ({"text": "A"}, "label", {}),
+        ({"sentence": "A"}, "label", {}),
+        ({"Text": "A"}, "Labels", {}),
+        ({"review": "A", "text": "B"}, "stars", {"text": "review", "label": "stars"}),
+        ({"messages": [{"role": "user", "content": "A"}]}, "label", {}),
+    ],
+)
+@pytest.mark.parametrize("names", [("no", "yes"), (0, 1), (False, True)])
+def test_texts_and_labels_are_found_by_their_columns(
+    text: dict[str, Any], label: str, columns: Any, names: tuple[Any, Any], tmp_path: Path
+) -> None:
+    found = prepared(tmp_path, [text | {label: names[n % 2]} for n in range(8)], columns=columns)
+    assert found.classes == [str(each) for each in names] and found.audit.sources[0].format == "labelled"
+    assert found.train["labels"][:3] == [[0], [1], [0]]
+
+
+@pytest.mark.parametrize("pair", [("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "sentence")])
+def test_two_texts_are_read_with_what_stands_between_them(pair: tuple[str, str], tmp_path: Path) -> None:
+    rows = [{pair[0]: f"one {n}", pair[1]: "two", "label": n % 2} for n in range(8)]
+    tokenizer = tiny.tiny_tokenizer(False)
+    (ids,) = prepared(tmp_path, rows, tokenizer=tokenizer).train["input_ids"][:1]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "one 0\ntwo"
+
+
+def test_two_texts_of_an_encoder_say_which_is_which(tmp_path: Path) -> None:
+    from transformers import BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "three"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = BertTokenizerFast(vocab=dict(zip(words, range(len(words)), strict=True)))
+    rows = [{"premise": "one two", "hypothesis": "three " * (1 + n), "label": n % 2} for n in range(8)]
+    found = prepared(tmp_path, rows, tokenizer=tokenizer, seq_len=8, over_long="truncate")
+    assert found.train[0] == {
+        "input_ids": [2, 5, 6, 3, 7, 3], "labels": [0], "token_type_ids": [0, 0, 0, 0, 1, 1],
+    }  # fmt: skip
+    # What is too long loses words, and keeps the token that ends a text.
+    assert found.train[7]["input_ids"] == [2, 5, 6, 3, 7, 7, 7, 3] and len(found.train[7]["token_type_ids"]) == 8
+
+
+def test_classes_are_in_the_order_of_the_data_or_sorted(tmp_path: Path) -> None:
+    numbers = [{"text": f"row {n}", "label": [10, 9, -1][n % 3]} for n in range(9)]
+    assert prepared(tmp_path, numbers).classes == ["-1", "9", "10"]
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["worst", "best", "absent"])})
+    rows = {"text": [f"row {n}" for n in range(8)], "label": [n % 2 for n in range(8)]}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "named.parquet")
+    named = prepared(tmp_path, tmp_path / "named.parquet")
+    assert named.classes == ["worst", "best", "absent"]
+    assert any("no training row has the label 'absent'" in problem.what for problem in named.audit.problems)
+    tags = Features({"tokens": List(Value("string")), "ner_tags": List(ClassLabel(names=["O", "B-LOC", "I-LOC"]))})
+    words = {"tokens": [["in", f"Oslo{n}"] for n in range(8)], "ner_tags": [[0, 1]] * 8}
+    Dataset.from_dict(words, features=tags).to_parquet(tmp_path / "tags.parquet")
+    tagged = prepared(tmp_path, tmp_path / "tags.parquet", "token_classification")
+    assert tagged.classes == ["O", "B-LOC", "I-LOC"] and {label for row in tagged.train["labels"] for label in row} == {
+        -100,
+        0,
+        1,
+    }
+
+
+def test_the_audit_says_how_labels_are_spread(tmp_path: Path) -> None:
+    held = [{"text": "seen nowhere", "label": "ugly"}, {"text": "another", "label": "good"}]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+    twice = [{"text": "both", "label": "good"}, {"text": "both", "label": "bad"}, {"text": " ", "label": "good"}]
+    found = prepared(
+        tmp_path, [*TEXTS, *twice, {"text": "no label", "label": None}], eval_sources=[str(tmp_path / "held.jsonl")]
+    )
+    text = render(found.audit)
+    assert "Rows are of 2 classes: bad 50.0% (11), good 50.0% (11)." in text and "each has one label" in text
+    assert "2 rows have a text that stands elsewhere with another label" in " ".join(text.split())
+    assert "1 held-out labels are of classes that no training row has: 'ugly'; they are left out" in " ".join(
+        text.split()
+    )
+    assert "2 of 24 rows have no label and are left out" in " ".join(text.split())
+    assert found.eval is not None and len(found.eval) == 1
+    assert "stop token" not in text
+
+
+def test_lopsided_classes_and_missing_held_out_rows_are_warned_of(tmp_path: Path) -> None:
+    rows = [{"text": f"row {n}", "label": "rare" if n == 0 else "usual"} for n in range(40)]
+    said = [problem.what for problem in prepared(tmp_path, rows).audit.problems]
+    assert "the class 'usual' has 39 rows and 'rare' only 1; who always says 'usual' is right in 98% of them" in said
+    assert "no rows are held out, so nothing will say how well classes are told apart" in said
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [
+        ([{"text": f"row {n}", "label": "one"} for n in range(8)], "all rows are of the class 'one'"),
+        ([{"text": f"row {n}", "label": f"name {n}"} for n in range(30)], "30 different labels"),
+    ],
+)
+def test_labels_that_teach_nothing_stop_the_run(rows: list[dict[str, Any]], what: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=what):
+        prepared(tmp_path, rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "objective", "what"),
+    [
+        ({"text": "A", "label": 0.5}, "classification", "a number with decimals"),
+        ({"text": "A", "label": ["x"]}, "classification", "no name of a class"),
+        ({"text": 5, "label": "x"}, "classification", "`text` is no text"),
+        ({"text": "A"}, "classification", "has no column `label`"),
+        ({"label": "x", "content": "A"}, "classification", "has no column `text`"),
+        ({"text": "A", "sentence1": "B", "sentence2": "C", "label": 1}, "classification", "has several texts"),
+        ({"tokens": ["a", "b"], "tags": ["O"]}, "token_classification", "2 words and 1 tags"),
+        ({"tokens": "a b", "tags": ["O", "O"]}, "token_classification", "no lists of words"),
+    ],
+)
+def test_what_is_no_labelled_row_is_refused(row: dict[str, Any], objective: str, what: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=what):
+        prepared(tmp_path, [row] * 4, objective)
+
+
+def test_labelled_rows_belong_to_their_objectives(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="set `objective: classification` to learn labels"):
+        prepared(tmp_path, TEXTS, "sft", format="labelled")
+    with pytest.raises(UserError, match="takes labelled"):
+        prepared(tmp_path, TEXTS, format="text")
+
+
+def test_a_word_has_its_label_at_its_first_token(tmp_path: Path) -> None:
+    tokenizer = tiny.tiny_tokenizer(False)
+    rows = [{"tokens": ["Xylographer", "in", "", "Zwolle", "."], "ner_tags": ["B-JOB", "O", "O", "B-LOC", "O"]}] * 2
+    found = prepared(
+        tmp_path, [*rows, *({"tokens": [f"w{n}"], "ner_tags": ["O"]} for n in range(6))], "token_classification"
+    )
+    row = found.train[0]
+    assert found.classes == ["B-JOB", "B-LOC", "O"]
+    text = "Xylographer in  Zwolle ."
+    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    assert len(offsets) == len(row["input_ids"]) > 8
+    seen: dict[str, int] = {}
+    for (start, end), label in zip(offsets, row["labels"], strict=True):
+        if label != -100:
+            rest = text[start:].lstrip()
+            seen[rest.split(" ")[0]] = label
+            assert end > start
+    # An empty word has no token.
+    assert seen == {"Xylographer": 0, "in": 2, "Zwolle": 1, ".": 2}
+    assert "Rows" not in render(found.audit).partition("Words are of")[2][:5]
+    shown = show(found, tokenizer, 1, color=False)
+    assert "/B-JOB" in shown and "4 words" in shown
+
+
+def test_a_labelled_row_is_shown_with_its_label(tmp_path: Path) -> None:
+    assert "label bad\nrow 0 is bad" in show(prepared(tmp_path, TEXTS), tiny.tiny_tokenizer(False), 1, color=False)

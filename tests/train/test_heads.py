@@ -1,0 +1,310 @@
+"""Heads of the objectives' own in training: losses written out and TRL's own, figures, what is saved, and resuming."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import losses, metrics, write_recipe
+from small import set_up, trained
+from tiny import labelled_rows, pair_rows, tagged_rows, tiny_encoder, tiny_model
+
+from toolkit.common import UserError
+from toolkit.report.load import read_run
+from toolkit.train.export import answer_prompts, load_trained, opened
+from toolkit.train.main import main
+from toolkit.train.merge import merge
+from toolkit.train.quantized import export
+
+RECIPE = """
+description: A small training of a head
+model: {path: llama}
+data: {sources: [pairs.jsonl], eval_split: 0.2}
+objective: reward
+precision: fp32
+optimizer: {learning_rate: 1.0e-3, eps: 1.0e-5}
+schedule: {max_steps: 4}
+batch: {seq_len: 96, global_batch_size: 4, micro_batch_size: 2}
+"""
+CLASSES = ["objective=classification", "data.sources=[texts.jsonl]"]
+WORDS = ["objective=token_classification", "data.sources=[words.jsonl]"]
+LORA = ["method=lora", "method.r=4"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A user's folder with a tiny Llama and a tiny BERT, rows of three kinds and a recipe."""
+    folder = tmp_path_factory.mktemp("heads")
+    tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
+    tiny_encoder("bert", folder / "bert")
+    # Of other lengths than the chosen ones, and with a word that tells them.
+    answers = itertools.pairwise(pair_rows(41, "prompt", "chosen"))
+    pairs = [row | {"rejected": f"never {other['chosen']}"} for row, other in answers]
+    for name, rows in (("pairs", pairs), ("texts", labelled_rows(40)), ("words", tagged_rows(40))):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    write_recipe(folder, "small", RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+def alone(session: Any, ids: list[int]) -> torch.Tensor:
+    """Scores of one text without padding, by the model's own forward."""
+    with torch.no_grad():
+        return session.trainer.model.eval()(input_ids=torch.tensor([ids])).logits[0].double()
+
+
+def first_batch(session: Any, count: int) -> dict[str, Any]:
+    trainer = session.trainer
+    return trainer.data_collator([trainer.train_dataset[row] for row in range(count)])
+
+
+@pytest.mark.parametrize(("margin", "center"), [(0.0, 0.0), (0.7, 0.05)])
+def test_the_loss_of_rewards_is_that_of_bradley_and_terry(margin: float, center: float) -> None:
+    session = set_up(f"preference.margin={margin}", f"preference.center_rewards={center}")
+    trainer, rows = session.trainer, session.prepared.train
+    total, count, _ = trainer.score(trainer.model.eval(), first_batch(session, 4))
+    wanted = 0.0
+    for row in rows.select(range(4)):
+        first = row["seq_lengths"][0]
+        chosen, rejected = (
+            alone(session, ids).squeeze() for ids in (row["input_ids"][:first], row["input_ids"][first:])
+        )
+        wanted += -torch.log(1 / (1 + torch.exp(-(chosen - rejected - margin)))) + center * (chosen + rejected) ** 2
+    assert count == 4 and total.item() == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_loss_and_gradients_of_rewards_are_trls(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from trl import RewardConfig, RewardTrainer
+
+    session = set_up("preference.center_rewards=0.02", "data.columns={instruction: prompt}")
+    trainer, rows = session.trainer, session.prepared.train.select(range(4))
+    total, count, _ = trainer.score(trainer.model.train(), first_batch(session, 4))
+    (total / count).backward()
+    trainer.model.save_pretrained(tmp_path / "begun")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "begun", dtype=torch.float32)
+    arguments = RewardConfig(
+        output_dir=str(tmp_path), center_rewards_coefficient=0.02, report_to=[], use_cpu=True, bf16=False,
+        per_device_train_batch_size=4, activation_checkpointing=False,
+    )  # fmt: skip
+    pairs = [
+        {
+            "chosen_ids": row["input_ids"][: row["seq_lengths"][0]],
+            "rejected_ids": row["input_ids"][row["seq_lengths"][0] :],
+        }
+        for row in rows
+    ]
+    tokenizer = AutoTokenizer.from_pretrained("llama")
+    theirs = RewardTrainer(model, args=arguments, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
+    loss = theirs.compute_loss(theirs.model.train(), theirs.data_collator(pairs))
+    loss.backward()
+    assert (total / count).item() == pytest.approx(loss.item(), rel=1e-5)
+    own = {name: each.grad for name, each in trainer.model.named_parameters() if each.grad is not None}
+    for name, each in theirs.model.named_parameters():
+        if each.grad is not None:
+            assert (own[name] - each.grad).norm() <= 1e-4 * each.grad.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("model", ["llama", "bert"])
+def test_the_loss_of_classes_is_the_cross_entropy_of_each_row(model: str) -> None:
+    session = set_up(*CLASSES, f"model.path={model}")
+    trainer, rows = session.trainer, session.prepared.train
+    total, count, _ = trainer.score(trainer.model.eval(), first_batch(session, 6))
+    assert session.prepared.classes == ["animal", "colour", "number"]
+    wanted = -sum(alone(session, row["input_ids"]).log_softmax(-1)[row["labels"][0]] for row in rows.select(range(6)))
+    assert count == 6 and total.item() == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_the_loss_of_words_is_the_cross_entropy_of_their_first_tokens() -> None:
+    session = set_up(*WORDS)
+    trainer, rows = session.trainer, session.prepared.train
+    total, count, _ = trainer.score(trainer.model.eval(), first_batch(session, 5))
+    wanted, words = 0.0, 0
+    for row in rows.select(range(5)):
+        scores = alone(session, row["input_ids"]).log_softmax(-1)
+        for place, label in enumerate(row["labels"]):
+            if label != -100:
+                wanted, words = wanted - scores[place, label], words + 1
+    assert count == words > 5 and total.item() == pytest.approx(float(wanted), rel=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("way", ["full", "lora"])
+def test_a_saved_reward_model_gives_the_rewards_it_was_evaluated_with(way: str, side: str) -> None:
+    """By Transformers alone, with rows of different lengths in one batch, padded on either side."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    method = LORA if way == "lora" else ["method=full"]
+    run = Path("runs") / f"saved-{way}"
+    if not run.exists():
+        trained(run.name, *method)
+    tokenizer = AutoTokenizer.from_pretrained(run / "final", padding_side=side)
+    head = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id, "dtype": torch.float32}
+    if way == "lora":
+        base = AutoModelForSequenceClassification.from_pretrained("llama", **head)
+        model: Any = PeftModel.from_pretrained(base, run / "final")
+    else:
+        model = AutoModelForSequenceClassification.from_pretrained(run / "final", dtype=torch.float32)
+        assert model.config.num_labels == 1 and model.config.pad_token_id == tokenizer.pad_token_id
+    prepared = set_up(*method).prepared.eval
+    texts = []
+    for row in prepared:
+        first = row["seq_lengths"][0]
+        texts += [row["input_ids"][:first], row["input_ids"][first:]]
+    batch = tokenizer.pad({"input_ids": texts}, return_tensors="pt", padding_side=side)
+    with torch.no_grad():
+        rewards = model.eval()(**batch).logits.double().view(-1, 2)
+    last = [row for row in metrics(run) if "eval_loss" in row][-1]
+    won = (rewards[:, 0] > rewards[:, 1]).double().mean().item()
+    assert last["eval_accuracy"] == pytest.approx(won, abs=1e-9) and last["eval_pairs"] == len(prepared)
+    loss = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean().item()
+    # Published weights are rounded to what the model computes in, which is fp32 here.
+    assert last["eval_loss"] == pytest.approx(loss, rel=1e-4)
+    assert last["eval_reward_mean"] == pytest.approx(rewards.mean().item(), abs=1e-5)
+    assert last["eval_reward_std"] == pytest.approx(rewards.std(correction=0).item(), rel=1e-3)
+
+
+def test_a_trained_adapter_with_its_head_merges_into_an_equal_model() -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    run = trained("merged", *CLASSES, *LORA)
+    said = merge([run], run / "merged")
+    assert "logits equal" in said
+    model = AutoModelForSequenceClassification.from_pretrained(run / "merged", dtype=torch.float32).eval()
+    assert model.config.id2label == {0: "animal", 1: "colour", 2: "number"}
+    _, adapted, tokenizer = load_trained(run)
+    batch = tokenizer(["seven is a text", "red"], return_tensors="pt", padding=True)
+    with torch.no_grad():
+        assert torch.allclose(model(**batch).logits, adapted(**batch).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [[], CLASSES], ids=["reward", "classification"])
+def test_training_does_not_depend_on_how_rows_fall_into_micro_batches(rows: list[str]) -> None:
+    curves, figures = [], []
+    for size in (1, 2, 4):
+        for more in ([], ["model.attention=eager"]):
+            name = f"cut-{len(rows)}-{size}-{len(curves)}"
+            assert main(["recipe=small", *rows, f"batch.micro_batch_size={size}", f"output.name={name}", *more]) == 0
+            curves.append(losses(Path("runs") / name))
+            figures.append([row["eval_loss"] for row in metrics(Path("runs") / name) if "eval_loss" in row])
+    for curve, held_out in zip(curves[1:], figures[1:], strict=True):
+        assert curve == pytest.approx(curves[0], rel=1e-6) and held_out == pytest.approx(figures[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", [[], CLASSES, WORDS], ids=["reward", "classification", "token_classification"])
+def test_a_run_learns_and_says_how_well(rows: list[str]) -> None:
+    name = f"learns-{len(rows) and rows[0].partition('=')[2]}"
+    run = trained(name, *rows, "max_steps=60", "evaluation.every_steps=30", "learning_rate=3e-3")
+    first, *_, last = [row for row in metrics(run) if "eval_loss" in row]
+    assert last["eval_loss"] < first["eval_loss"] and "eval_perplexity" not in last
+    steps = [row for row in metrics(run) if "loss" in row]
+    assert all(0 <= row["accuracy"] <= 1 for row in steps)
+    page, card = ((run / file).read_text(encoding="utf-8") for file in ("report.html", "final/README.md"))
+    assert "erplexity" not in page and "toolkit chat" not in page
+    if not rows:
+        assert last["eval_accuracy"] > 0.6 and {"reward_margin", "reward_mean", "reward_std"} <= steps[0].keys()
+        assert "Answers preferred rightly" in page and "pipeline_tag: text-classification" in card
+        return
+    assert last["eval_accuracy"] > 0.9 and last["eval_macro_f1"] > 0.8
+    table = last["eval_confusion"]
+    assert sum(map(sum, table)) == last["eval_labels"]
+    assert sum(row[n] for n, row in enumerate(table)) / last["eval_labels"] == pytest.approx(last["eval_accuracy"])
+    assert "Classes told rightly" in page and "were taken for" in page
+    names = read_run(run).audit.classes  # type: ignore[union-attr]
+    assert [*last["eval_classes"]] == names and all(f"<th>{each}</th>" in page for each in names)
+    task = "token-classification" if rows == WORDS else "text-classification"
+    assert f"pipeline_tag: {task}" in card and f"AutoModelFor{'Token' if rows == WORDS else 'Sequence'}" in card
+    assert ("eval_entity_f1" in last) == (rows == WORDS)
+    if rows == WORDS:
+        assert last["eval_entity_f1"] > 0.8 and {*last["eval_entities"]} == {"PER", "LOC"} and "F1 of entities" in page
+
+
+@pytest.mark.parametrize("method", [["method=full"], LORA], ids=["full", "lora"])
+def test_a_run_that_goes_on_takes_the_steps_of_one_that_was_not_stopped(method: list[str]) -> None:
+    saving = [*CLASSES, *method, "checkpoint.save_steps=2", "checkpoint.rehearse=false"]
+    run = trained(f"straight-{len(method)}", *saving)
+    wanted, table = losses(run), [row for row in metrics(run) if "eval_loss" in row][-1]["eval_confusion"]
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"status": "interrupted", "final": None}))
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoints" / "checkpoint-4")
+    trained(run.name, *saving)
+    assert losses(run) == pytest.approx(wanted, rel=1e-6)
+    assert [row for row in metrics(run) if "eval_loss" in row][-1]["eval_confusion"] == table
+
+
+@pytest.mark.parametrize("method", [["method=full"], LORA], ids=["full", "lora"])
+def test_what_is_missing_after_the_saved_model_is_completed(method: list[str]) -> None:
+    run = trained(f"completed-{len(method)}", *CLASSES, *method)
+    last = [row for row in metrics(run) if "eval_loss" in row][-1]
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"status": "interrupted"}))
+    rows = [row for row in metrics(run) if not (row["step"] == 4 and "eval_loss" in row)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trained(run.name, *CLASSES, *method)
+    again = [row for row in metrics(run) if "eval_loss" in row][-1]
+    assert again["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
+    assert again["eval_confusion"] == last["eval_confusion"]
+
+
+def test_the_best_model_is_the_one_with_the_highest_f1() -> None:
+    run = trained("best", *CLASSES, "evaluation.every_steps=1", "checkpoint.keep_best=eval_macro_f1")
+    rows = [row for row in metrics(run) if "eval_loss" in row and row["step"]]
+    best = max(row["eval_macro_f1"] for row in rows)
+    published = read_run(run)
+    assert published.result and published.result["eval_macro_f1"] == best and published.manifest.published
+
+
+def test_a_model_without_a_vocabulary_says_nothing() -> None:
+    run = Path("runs/mute")
+    trained(run.name)
+    for ask in (
+        lambda: answer_prompts(run, ["Hello"], 4, None, 0),
+        lambda: export(run, "int8", run / "int8"),
+    ):
+        with pytest.raises(UserError, match="objective reward: its model says no words"):
+            ask()
+    assert opened(run).config.num_labels == 1
+
+
+def test_training_goes_on_from_a_trained_head_and_begins_one_anew_for_other_labels(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from safetensors.torch import load_file
+
+    run = trained("head", *CLASSES)
+    logging.getLogger("toolkit").addHandler(caplog.handler)
+    saved = load_file(run / "final" / "model.safetensors")["score.weight"]
+    again = set_up(*CLASSES, f"model.path={run / 'final'}")
+    assert torch.equal(again.trainer.model.score.weight.detach(), saved)
+    assert "begins anew" not in caplog.text
+    rows = [row | {"label": row["label"].upper()} for row in labelled_rows(40)]
+    Path("upper.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    other = set_up(*CLASSES, "data.sources=[upper.jsonl]", f"model.path={run / 'final'}")
+    assert not torch.equal(other.trainer.model.score.weight.detach(), saved)
+    assert "animal, colour, number" in caplog.text and "begins anew for ANIMAL" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["roberta", "distilbert", "modernbert"])
+@pytest.mark.parametrize("rows", [CLASSES, WORDS], ids=["texts", "words"])
+def test_encoders_train_their_heads_in_full_beside_adapters(kind: str, rows: list[str]) -> None:
+    if not Path(kind).exists():
+        tiny_encoder(kind, Path(kind))
+    run = trained(f"{kind}-{rows[0]}".replace("=", "-"), *rows, *LORA, f"model.path={kind}")
+    _, model, _ = load_trained(run)
+    last = [row for row in metrics(run) if "eval_loss" in row][-1]
+    session = set_up(*rows, *LORA, f"model.path={kind}")
+    figures = [session.trainer.scored(model, session.trainer.data_collator([row]))[1] for row in session.prepared.eval]
+    total, count, *_ = torch.stack([each[:2] for each in figures]).sum(0).tolist()
+    assert total / count == pytest.approx(last["eval_loss"], rel=1e-4)

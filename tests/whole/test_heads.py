@@ -1,0 +1,107 @@
+"""Reward models and classifiers on every engine: the same losses, norms, figures and weights as of one process; and the
+demos, which learn with a real model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from figures import record
+from harness import metrics, write_recipe
+from matrix import METHODS, RECIPE, Difference, Launcher
+from ranks import Ranks
+from tiny import labelled_rows, models_and_rows, pair_rows, tagged_rows, tiny_encoder
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6)
+SETTINGS = {method: [*METHODS[method], "optimizer.eps=1.0e-3"] for method in ("full", "lora", "qlora")}
+OBJECTIVES = {
+    "reward": ["objective=reward", "preference.center_rewards=1.0", "data.columns={instruction: prompt}"],
+    "classification": ["objective=classification", "data.sources=[texts.jsonl]"],
+    "token_classification": ["objective=token_classification", "data.sources=[words.jsonl]"],
+}
+CORE = [
+    ("llama", "reward", "full", "ddp", 2),
+    ("llama", "reward", "lora", "zero2", 4),
+    ("llama", "reward", "full", "fsdp", 1),
+    ("llama", "classification", "full", "zero3", 2),
+    ("llama", "classification", "qlora", "ddp", 1),
+    ("bert", "classification", "lora", "fsdp", 2),
+    ("bert", "token_classification", "full", "zero3", 4),
+    ("bert", "token_classification", "full", "fsdp", 2),
+    ("bert", "token_classification", "lora", "ddp", 1),
+]
+FULL = [
+    (model, objective, method, engine, size)
+    for model, objective in itertools.product(("llama", "bert"), OBJECTIVES)
+    # A decoder's head for words has dropout, and BERT no token that ends an answer.
+    if (model, objective) not in (("llama", "token_classification"), ("bert", "reward"))
+    for method in ("full", "lora")
+    for engine in ("ddp", "zero1", "zero2", "zero3", "fsdp")
+    for size in (1, 4)
+]
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher:
+    """A folder with tiny models and rows, and the processes to train them on."""
+    folder = tmp_path_factory.mktemp("heads")
+    models_and_rows(folder, {"llama": "meta-llama/Llama-3.2-1B"}, kv_heads=2)
+    tiny_encoder("bert", folder / "bert")
+    answers = itertools.pairwise(pair_rows(41, "prompt", "chosen"))
+    pairs = [row | {"rejected": f"never {other['chosen']}"} for row, other in answers]
+    for name, rows in (("chat", pairs), ("texts", labelled_rows(60)), ("words", tagged_rows(60))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_recipe(folder, "matrix", RECIPE.replace("evaluation: {num_prompts: 2, max_new_tokens: 8, ", "evaluation: {"))
+    return Launcher(folder, ranks)
+
+
+@pytest.mark.parametrize(
+    ("model", "objective", "method", "engine", "size"),
+    [
+        pytest.param(*each, id="-".join(map(str, each)), marks=[] if each in CORE else [pytest.mark.matrix])
+        for each in dict.fromkeys([*CORE, *FULL])
+    ],
+)
+def test_an_engine_equals_one_process(
+    model: str,
+    objective: str,
+    method: str,
+    engine: str,
+    size: int,
+    launcher: Launcher,
+    record_property: Callable[[str, object], None],
+) -> None:
+    common = [f"model.path={model}", *OBJECTIVES[objective], *SETTINGS[method]]
+    alike = f"{model}-{objective}-{method}"
+    reference = launcher.result(alike, "single", *common, "batch.micro_batch_size=2")
+    name = f"{alike}-{engine}-{size}"
+    run = launcher.result(name, engine, *common, f"batch.micro_batch_size={size}")
+    difference = Difference.between(run, reference)
+    record(record_property, "Heads: largest difference from one process", run=name, **difference.figures())
+    # The gradient of a pair is a difference of two that are much alike, of which rounding is a larger share.
+    limits = dataclasses.replace(LIMITS, grad_norm=2e-5) if objective == "reward" else LIMITS
+    assert not difference.over(limits)
+    assert any("score" in each or "classifier" in each for each in run.weights)
+    for one, other in zip(run.held_out, reference.held_out, strict=True):
+        assert one["eval_accuracy"] == other["eval_accuracy"]
+        assert one.get("eval_confusion") == other.get("eval_confusion")
+        assert one.get("eval_entities") == other.get("eval_entities")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["reward", "classification", "token_classification"])
+def test_the_demo_learns_with_a_real_model(objective: str, tmp_path: Path, ranks: Ranks) -> None:
+    """On real texts: held-out rows are told better than by chance, or by who always says the same."""
+    less = ["schedule.max_steps=8", "data.eval_max_samples=32", "evaluation.every_steps=8", "batch.global_batch_size=8"]
+    arguments = [f"recipe=smollm2_135m_{objective}_demo", "--recipes", str(ROOT / "recipes")]
+    done = ranks.run(tmp_path, *arguments, *less, timeout=540)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = metrics(tmp_path / "runs" / f"smollm2_135m_{objective}_demo")
+    first, *_, last = [row for row in rows if "eval_loss" in row]
+    assert last["eval_loss"] < first["eval_loss"] and last["eval_accuracy"] > first["eval_accuracy"]
+    assert last["eval_accuracy"] >= {"reward": 0.65, "classification": 0.6, "token_classification": 0.8}[objective]

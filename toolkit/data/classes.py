@@ -1,0 +1,138 @@
+"""What an audit says of labels: which classes there are, how many rows each has, and whether rows contradict others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from toolkit.data.labelled import content_of, in_order
+from toolkit.data.rows import Tagged, from_json
+
+LOPSIDED = 10
+"""So many times as many rows in one class as in another are warned of: a judgement, not a measurement."""
+_MOST = 0.5
+"""The share of rows with labels of their own from which on labels are no names of classes."""
+_FEW = 20
+"""Rows up to which nobody can tell."""
+
+
+class Classes(BaseModel):
+    """Figures of the labels that are trained or held out."""
+
+    labels: dict[str, int]
+    """How many there are of each class."""
+    unknown: dict[str, int] = {}
+    """Labels that no training row has, and how often they are met."""
+    contradicting: int = 0
+    """Rows whose text stands elsewhere with another label."""
+
+    def problems(self, held_out: bool, of_words: bool) -> Iterator[tuple[bool, str, str]]:
+        """Of training rows: whether a problem is fatal, what is wrong, and what to change.
+
+        Args:
+            held_out: Whether rows are held out.
+            of_words: Whether each word has a label.
+        """
+        what = "words" if of_words else "rows"
+        counted = {name: count for name, count in self.labels.items() if count}
+        total = sum(counted.values())
+        if total > _FEW and len(counted) > _MOST * total:
+            text = f"{total:,} {what} have {len(counted):,} different labels, which are hardly names of classes"
+            yield True, text, "name another column: 'data.columns={label: NAME}'"
+            return
+        if len(counted) == 1:
+            yield (
+                True,
+                f"all {what} are of the class {next(iter(counted))!r}, so there is nothing to tell apart",
+                ("add rows of another class, or name another column as `label` in `data.columns`"),
+            )
+        elif counted and not of_words and max(counted.values()) > LOPSIDED * min(counted.values()):
+            (most, many), *_, (least, few) = sorted(counted.items(), key=lambda each: -each[1])
+            yield (
+                False,
+                f"the class {most!r} has {many:,} rows and {least!r} only {few:,}; who always says {most!r} is right "
+                f"in {many / total:.0%} of them",
+                "add rows of the small classes, or look at the F1 of each: checkpoint.keep_best=eval_macro_f1",
+            )
+        if absent := [name for name, count in self.labels.items() if not count]:
+            listed = ", ".join(map(repr, absent[:5])) + (" …" if len(absent) > 5 else "")
+            yield False, f"no training row has the label {listed}", "add some, or leave these classes out of the data"
+        if self.contradicting:
+            yield (
+                False,
+                f"{self.contradicting:,} rows have a text that stands elsewhere with another label",
+                "decide on one label for each text, or remove these rows",
+            )
+        if not held_out:
+            yield (
+                False,
+                "no rows are held out, so nothing will say how well classes are told apart",
+                ("set data.eval_split, such as 0.1, or data.eval_sources"),
+            )
+
+    def strangers(self) -> Iterator[tuple[str, str]]:
+        """Of held-out rows: what is wrong with them, and what to change."""
+        if unknown := self.unknown:
+            names = ", ".join(map(repr, [*unknown][:5])) + (" …" if len(unknown) > 5 else "")
+            what = f"{sum(unknown.values()):,} held-out labels are of classes that no training row has: {names}"
+            yield f"{what}; they are left out", "add such rows to the training data, or remove these"
+
+    def in_a_sentence(self, of_words: bool) -> str:
+        """How the labels are spread."""
+        total = max(sum(self.labels.values()), 1)
+        most = sorted(self.labels.items(), key=lambda each: -each[1])
+        shown = ", ".join(f"{name} {count / total:.1%} ({count:,})" for name, count in most[:12])
+        more = f" and {len(most) - 12:,} others" if len(most) > 12 else ""
+        return f"{'Words' if of_words else 'Rows'} are of {len(most):,} classes: {shown}{more}."
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found out of all rows, before they are mixed.
+
+    Args:
+        names: Of the classes, in the order of their numbers.
+        unknown: See `Classes`.
+        contradicting: The same.
+    """
+
+    names: tuple[str, ...]
+    unknown: dict[str, int]
+    contradicting: int
+
+    def figures(self, numbers: NDArray[np.int64]) -> Classes:
+        """Those of labels with these numbers; -100 is none."""
+        counts = np.bincount(numbers[numbers >= 0], minlength=len(self.names))
+        labels = dict(zip(self.names, counts.tolist(), strict=True))
+        return Classes(labels=labels, unknown=self.unknown, contradicting=self.contradicting)
+
+
+def survey(rows: Iterable[str], is_train: NDArray[np.bool_], declared: Sequence[str]) -> Survey:
+    """Looks through all rows once.
+
+    Args:
+        rows: As JSON, as `collect` wrote them.
+        is_train: Which of them are of training sources.
+        declared: Classes that the data itself names, in its order.
+    """
+    counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    seen: dict[int, str] = {}
+    contradicted: Counter[int] = Counter()
+    for text, train in zip(rows, is_train.tolist(), strict=True):
+        row = from_json(text)
+        labels = row.tags if isinstance(row, Tagged) else [row.label]  # type: ignore[union-attr]
+        counts[train].update(filter(None, labels))
+        content, label = xxhash.xxh3_64_intdigest(content_of(row).encode()), repr(labels)  # type: ignore[arg-type]
+        if seen.setdefault(content, label) != label:
+            contradicted[content] += 1
+    found = set(counts[True])
+    names = (*declared, *in_order(found - {*declared}))
+    unknown = {name: count for name, count in counts[False].items() if name not in names}
+    # The first row of each text contradicts the others as they do it.
+    return Survey(names, unknown, sum(contradicted.values()) + len(contradicted))

@@ -1,0 +1,61 @@
+"""Rows to the tensors of one batch for a head that scores texts or words: padded, each row by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from toolkit.data.collate import Collator, Layout, answers_of
+from toolkit.data.rows import IGNORE
+from toolkit.recipe.heads import REWARD
+
+
+@dataclass(frozen=True)
+class HeadCollator:
+    """Lays out rows for a head.
+
+    A batch has `input_ids` and `attention_mask` (B, L), padded on the right, for models that read them and rows of two
+    texts `token_type_ids` (B, L), and `labels`: (B) classes, or (B, L) those of words, each at the word's first token.
+    Of pairs of answers there are no labels, and 2 B texts, the chosen one of each before the rejected one.
+
+    Args:
+        whole: Pads rows.
+        objective: One of `recipe.heads.HEADED`.
+        types: Whether the model reads which of two texts a token belongs to.
+    """
+
+    whole: Collator
+    objective: str
+    types: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """That of the rows."""
+        return self.whole.layout
+
+    def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of rows of these lengths (rows, texts): all texts of a row as wide as the longest."""
+        return np.repeat(self.whole.width(lengths.max(axis=1, keepdims=True)), lengths.shape[1], axis=1)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Tensors for rows with `input_ids`, `labels` and, of pairs, `seq_lengths` of both answers."""
+        pairs = self.objective == REWARD
+        rows = [answer for each in examples for answer in answers_of(each)] if pairs else examples
+        ids = [np.asarray(row["input_ids"], dtype=np.int64) for row in rows]
+        batch = {
+            "input_ids": self.whole.padded(ids, self.whole.pad_token_id),
+            "attention_mask": self.whole.padded([np.ones_like(row) for row in ids], 0),
+        }
+        if self.types and not pairs:
+            given = [np.asarray(row.get("token_type_ids", ()), dtype=np.int64) for row in rows]
+            kinds = [each if len(each) else np.zeros_like(row) for each, row in zip(given, ids, strict=True)]
+            batch["token_type_ids"] = self.whole.padded(kinds, 0)
+        if self.objective == "token_classification":
+            batch["labels"] = self.whole.padded([np.asarray(row["labels"], dtype=np.int64) for row in rows], IGNORE)
+        elif not pairs:
+            batch["labels"] = torch.tensor([int(row["labels"][0]) for row in rows])
+        return batch

@@ -1,0 +1,157 @@
+"""The class of model for an objective, and heads that score texts or words in place of the vocabulary.
+
+Such a head is seldom in the files of the model that training starts from. It is drawn here, each tensor by the seed and
+its own name, so that it begins alike on every engine; Transformers draws what is missing in the order, type and process
+in which an engine has it load. What is saved has the head, its labels and the padding token in its config, by which
+Transformers finds the last token of a text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
+
+from toolkit.recipe.heads import OF_TEXTS
+
+_log = logging.getLogger("toolkit.models")
+_POOLER = "pooler"
+"""What encoders call the layer between their last one and the head. Masked language models come without it."""
+_UNNAMED = "LABEL_"
+"""How Transformers names the labels of a config that names none."""
+_CLASSES = {
+    "seq2seq": (AutoModelForSeq2SeqLM, "an encoder-decoder"),
+    **dict.fromkeys(OF_TEXTS, (AutoModelForSequenceClassification, "a classifier of texts")),
+    "token_classification": (AutoModelForTokenClassification, "a classifier of tokens"),
+}
+_OTHERS = (AutoModelForCausalLM, "a causal language model")
+
+
+def auto_class(objective: str) -> Any:
+    """Transformers' class that builds a model for an objective of recipes."""
+    return _CLASSES.get(objective, _OTHERS)[0]
+
+
+def called(objective: str) -> str:
+    """What such a model is, in words."""
+    return _CLASSES.get(objective, _OTHERS)[1]
+
+
+def with_labels(config: Any, labels: Sequence[str], pad_token_id: int | None, whole: bool) -> Any:
+    """A copy of a configuration whose head has an output for each label.
+
+    Args:
+        labels: Names of classes; one for a head that gives a single number.
+        pad_token_id: What the tokenizer pads with.
+        whole: Whether texts are scored as a whole.
+    """
+    config = copy.deepcopy(config)
+    for each in {id(one): one for one in (config, config.get_text_config())}.values():
+        each.id2label, each.label2id = dict(enumerate(labels)), {name: n for n, name in enumerate(labels)}
+        each.pad_token_id = pad_token_id
+    if whole and len(labels) > 1:
+        config.problem_type = "single_label_classification"
+    return config
+
+
+def head_modules(model: Any) -> list[str]:
+    """Names of the modules of a head, the pooler among them, that have parameters of their own."""
+    prefix = model.base_model_prefix
+    outside = [name for name, _ in model.named_children() if name != prefix]
+    # Encoders without one have None there.
+    pooler = getattr(getattr(model, prefix, None), _POOLER, None)
+    inside = [f"{prefix}.{_POOLER}"] if pooler is not None else []
+    return [name for name in (*inside, *outside) if any(True for _ in model.get_submodule(name).parameters())]
+
+
+def names_of_head(config: Any, objective: str, trust_remote_code: bool) -> list[str]:
+    """The same of a model that is not loaded yet."""
+    with torch.device("meta"):
+        model = auto_class(objective).from_config(config, trust_remote_code=trust_remote_code)
+    return head_modules(model)
+
+
+def belongs_to_head(name: str, heads: Sequence[str]) -> bool:
+    """Whether a parameter or module of this name is a part of one of these modules."""
+    return any(name == head or name.startswith(f"{head}.") for head in heads)
+
+
+def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int) -> None:
+    """Draws what of a head is not in the model's files, or is there for other labels.
+
+    Args:
+        stored: The configuration in the model's files.
+        lacking: Names of parameters that the files lack, or have in another size.
+    """
+    names, before = [*model.config.label2id], [*stored.label2id]
+    renamed = names != before and not all(each.startswith(_UNNAMED) for each in before)
+    heads = head_modules(model)
+    # The pooler knows nothing of labels.
+    drawn = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name in lacking or (renamed and _POOLER not in name and belongs_to_head(name, heads))
+    }
+    if renamed and not lacking:
+        _log.warning("the model's head tells %s apart, and begins anew for %s", _listed(before), _listed(names))
+    elif drawn and len(drawn) < sum(belongs_to_head(name, heads) for name, _ in model.named_parameters()):
+        _log.info("%d tensors of the head are not in the model's files, and begin at random", len(drawn))
+    if is_deepspeed_zero3_enabled():
+        # Transformers keeps all old names that it knows here, not those that it met, and would save under them.
+        old = [each.source_patterns for each in get_checkpoint_conversion_mapping("legacy") or ()]
+        kept = [each for each in model._weight_conversions or () if each.source_patterns not in old]
+        model._weight_conversions = kept
+    spread = getattr(model.config.get_text_config(), "initializer_range", None) or 0.02
+    with _whole([*drawn.values()]), torch.no_grad():
+        for name, parameter in drawn.items():
+            if parameter.device.type == "meta":
+                if is_fsdp_enabled():  # Another process sends it, to a place of its own.
+                    module, _, key = name.rpartition(".")
+                    model.get_submodule(module)._parameters[key] = torch.nn.Parameter(
+                        torch.zeros_like(parameter, device="cpu")
+                    )
+                continue
+            if parameter.dim() > 1:
+                own = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+                generator = torch.Generator().manual_seed(own)
+                parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def forget_drawn(model: Any) -> None:
+    """Of a model whose weights stay in their files, has those of its head stay nowhere that the files lack."""
+    for name in head_modules(model):
+        for module in model.get_submodule(name).modules():
+            hook = getattr(module, "_hf_hook", None)
+            if hook is not None:
+                hook.original_devices = {}
+
+
+@contextlib.contextmanager
+def _whole(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """While this context lasts, each process has all of these parameters."""
+    if parameters and is_deepspeed_zero3_enabled():
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+            yield
+    else:
+        yield
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

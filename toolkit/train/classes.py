@@ -1,0 +1,87 @@
+"""How well classes are told apart: of rows by a confusion matrix, of entities by their words.
+
+Entities are those of CoNLL's evaluation, as seqeval counts them by default: a run of words whose tags name one type,
+begun by `B-`, by a change of type, or by any tag behind a word outside; an entity is found if type, first and last word
+are those of the label. A figure without anything to be counted is 0, as in scikit-learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_OUTSIDE = "O"
+_PREFIXES = ("B-", "I-")
+
+
+def class_figures(table: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, Any]:
+    """Figures of a confusion matrix, by the keys of an evaluation.
+
+    Args:
+        table: For each class how many of its rows were taken for each class.
+        names: Of the classes.
+    """
+    classes = {}
+    for number, name in enumerate(names):
+        right, rows, taken = table[number][number], sum(table[number]), sum(row[number] for row in table)
+        classes[name] = {**_scores(right, taken, rows), "rows": rows}
+    total = sum(map(sum, table))
+    # A class that is neither there nor ever told is left out, as in scikit-learn.
+    present = [each["f1"] for n, each in enumerate(classes.values()) if each["rows"] or any(row[n] for row in table)]
+    return {
+        "eval_accuracy": sum(table[n][n] for n in range(len(names))) / total if total else 0.0,
+        "eval_macro_f1": sum(present) / len(present) if present else 0.0,
+        "eval_classes": classes,
+        "eval_confusion": [[*row] for row in table],
+    }
+
+
+def entity_types(names: Sequence[str]) -> list[str]:
+    """Types of entities that these classes tag, as IOB2 does; none if they are no such tags."""
+    tags = [name for name in names if name != _OUTSIDE]
+    if not tags or not all(name.startswith(_PREFIXES) for name in tags):
+        return []
+    return sorted({name[2:] for name in tags})
+
+
+def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+    """Type, first and last word of each entity in the tags of a row's words."""
+    found, begun = set(), 0
+    before = _OUTSIDE
+    for place, tag in enumerate([*tags, _OUTSIDE]):
+        ends = before != _OUTSIDE and (tag == _OUTSIDE or tag.startswith("B-") or tag[2:] != before[2:])
+        if ends:
+            found.add((before[2:], begun, place - 1))
+        if tag != _OUTSIDE and (ends or before == _OUTSIDE):
+            begun = place
+        before = tag
+    return found
+
+
+def entity_counts(wanted: Sequence[str], taken: Sequence[str], types: Sequence[str]) -> list[list[int]]:
+    """For each type the entities of a row that were found, those that were said to be there, and those that are."""
+    there, said = entities(wanted), entities(taken)
+    return [[sum(each[0] == kind for each in group) for group in (there & said, said, there)] for kind in types]
+
+
+def entity_figures(counts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Figures of entities, by the keys of an evaluation; those of all types together count each entity alike.
+
+    Args:
+        counts: Type to what `entity_counts` adds up to.
+    """
+    whole = _scores(*(sum(row[n] for row in counts.values()) for n in range(3)))
+    return {
+        **{f"eval_entity_{name}": value for name, value in whole.items()},
+        "eval_entities": {kind: {**_scores(*row), "entities": row[2]} for kind, row in counts.items()},
+    }
+
+
+def _scores(right: int, taken: int, there: int) -> dict[str, float]:
+    """Precision, recall and their harmonic mean."""
+    both = taken + there
+    return {
+        "precision": right / taken if taken else 0.0,
+        "recall": right / there if there else 0.0,
+        "f1": 2 * right / both if both else 0.0,
+    }

@@ -1,0 +1,243 @@
+"""Training of models whose head scores texts or words: reward models, classifiers of texts and of tokens.
+
+The model's own forward runs, so that what is trained is what Transformers computes of the saved model: of a decoder the
+score of a text is read at its last token that is no padding, on whichever side it is padded. Losses are sums over rows
+or words, divided by how many the global batch has, and do not depend on how these fall into micro-batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch.nn import functional as F
+from transformers import Trainer
+from trl.trainer.utils import disable_dropout_in_model
+
+from toolkit.common import UserError
+from toolkit.data.rows import IGNORE
+from toolkit.models import device
+from toolkit.models.preference import reward_losses
+from toolkit.recipe.preference import Preference
+from toolkit.train.classes import class_figures, entity_counts, entity_figures, entity_types
+from toolkit.train.evaluate import evaluating
+from toolkit.train.preference import OF_ANSWERS
+from toolkit.train.session import Session
+from toolkit.train.told import Telling
+from toolkit.train.trainer import _ExactMixin
+
+OF_REWARDS = ("reward_mean", "reward_std")
+"""What is said of rewards beside what is said of all pairs."""
+BESIDE = ("labels", "words")
+"""What a batch has beside what the model reads."""
+
+Scored = tuple[torch.Tensor, torch.Tensor, None]
+
+
+class HeadTrainer(Telling, _ExactMixin, Trainer):
+    """A model with a head of the objective's own. Set `settings` and `classes` once it is made."""
+
+    said = (*OF_ANSWERS, *OF_REWARDS)
+    settings: Preference
+    model: Any
+    classes: Sequence[str] = ()
+    _tokens: Any = 0
+
+    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        super().__init__(model=model, args=args, **kwargs)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        # Nothing is generated, and caches would hold keys and values of every evaluation.
+        base.config.get_text_config().use_cache = False
+        if self.is_fsdp_enabled:
+            _keep_embeddings_apart(self.accelerator.state.fsdp_plugin, base)
+
+    def logits(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Scores of a batch in fp32: (rows, outputs), or of tokens (rows, seq, outputs)."""
+        return model(**{name: inputs[name] for name in inputs if name not in BESIDE}).logits.float()
+
+    def score(self, model: Any, inputs: dict[str, Any]) -> Scored:
+        """Of a batch: the sum of the losses, how many these are, and no loss of routers."""
+        total, sums = self.scored(model, inputs)
+        if model.training:
+            self.see(sums)
+        return total.float(), sums[1].float(), None
+
+    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the losses of a batch; and, without gradients and in double precision, that sum, their number and
+        what else `told` and `figures` are made of."""
+        raise NotImplementedError
+
+    def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return self.scored(model, inputs)[1]
+
+    def trained_tokens(self, count: Any) -> Any:
+        return self._tokens
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Theirs counts labels where the model's forward takes them."""
+        own = [[int(batch["attention_mask"].sum()), self.items(batch)] for batch in batch_samples]
+        sums = torch.tensor(own, dtype=torch.float64, device=device).sum(0)
+        tokens, items = self.accelerator.reduce(sums, reduction="sum")
+        self._tokens = tokens
+        return items.float()
+
+    def items(self, batch: dict[str, Any]) -> int:
+        """How many losses there are in a batch on the host."""
+        return int((batch["labels"] != IGNORE).sum())
+
+
+class RewardTrainer(HeadTrainer):
+    """A model that gives the chosen answer of a pair more than the rejected one. Dropout is off, as in TRL."""
+
+    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        disable_dropout_in_model(model)
+        super().__init__(model, args, **kwargs)
+
+    def items(self, batch: dict[str, Any]) -> int:
+        return len(batch["input_ids"]) // 2
+
+    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        rewards = self.logits(model, inputs).view(-1, 2).double()
+        losses, rewards = reward_losses(self.settings, rewards), rewards.detach()
+        margins, total = rewards[:, 0] - rewards[:, 1], losses.sum()
+        won = (0.5 + 0.5 * margins.sign()).sum()
+        number = torch.tensor(float(len(losses)), dtype=torch.float64, device=losses.device)
+        return total, torch.stack([total.detach(), number, *rewards.sum(0), won, rewards.square().sum()])
+
+    def figures(self, sums: list[float]) -> dict[str, float]:
+        """What an evaluation says.
+
+        Returns:
+            `eval_loss` (per pair), `eval_pairs`, and what is `told`.
+        """
+        total, pairs, *_ = sums
+        return {"eval_loss": total / pairs, "eval_pairs": int(pairs)} | {
+            f"eval_{name}": value for name, value in self.told(sums).items()
+        }
+
+    def told(self, sums: list[float]) -> dict[str, float]:
+        """What is said of pairs: rewards of both answers, by how much that of the chosen one is higher, in what share
+        of pairs it is (half of those where both are equal), and mean and standard deviation over all answers."""
+        _, pairs, *others = sums
+        chosen, rejected, won, squares = (each / pairs for each in others)
+        mean = (chosen + rejected) / 2
+        return {
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+            "reward_margin": chosen - rejected,
+            "accuracy": won,
+            "reward_mean": mean,
+            "reward_std": math.sqrt(max(0.0, squares / 2 - mean**2)),
+        }
+
+
+class ClassTrainer(HeadTrainer):
+    """A model that tells the class of each text."""
+
+    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, labels = self.logits(model, inputs), inputs["labels"]
+        outputs = logits.shape[-1]
+        flat, wanted = logits.reshape(-1, outputs), labels.reshape(-1)
+        total = F.cross_entropy(flat, wanted, ignore_index=IGNORE, reduction="none").double().sum()
+        kept = wanted != IGNORE
+        found = flat.detach().argmax(-1)
+        # (classes x classes): row by row what each class was taken for; the last place is for what has no label.
+        places = torch.where(kept, wanted * outputs + found, outputs**2)
+        table = torch.zeros(outputs**2 + 1, dtype=torch.float64, device=flat.device)
+        table = table.scatter_add(0, places, torch.ones_like(places, dtype=torch.float64))[:-1]
+        head = torch.stack([total.detach(), kept.sum().double()])
+        return total, torch.cat([head, table, *self.further(found.view(labels.shape), inputs)])
+
+    def further(self, found: torch.Tensor, inputs: dict[str, Any]) -> list[torch.Tensor]:
+        """Other sums over a batch, of which it is known what class each place was taken for."""
+        return []
+
+    def told(self, sums: list[float]) -> dict[str, float]:
+        table = self._table(sums)
+        return {"accuracy": sum(row[n] for n, row in enumerate(table)) / max(sum(map(sum, table)), 1)}
+
+    def figures(self, sums: list[float]) -> dict[str, Any]:
+        """What an evaluation says.
+
+        Returns:
+            `eval_loss` (per label), `eval_labels`, `eval_accuracy`, `eval_macro_f1`; `eval_classes` with precision,
+            recall, F1 and the number of each class, and `eval_confusion`, a row for each class with how often it was
+            taken for which.
+        """
+        total, labels, *_ = sums
+        table = [[int(each) for each in row] for row in self._table(sums)]
+        return {"eval_loss": total / labels, "eval_labels": int(labels), **class_figures(table, self.classes)}
+
+    def _table(self, sums: list[float]) -> list[list[float]]:
+        size = len(self.classes)
+        return [sums[2 + size * row : 2 + size * (row + 1)] for row in range(size)]
+
+
+class TokenTrainer(ClassTrainer):
+    """A model that tells the class of each word, at its first token."""
+
+    def further(self, found: torch.Tensor, inputs: dict[str, Any]) -> list[torch.Tensor]:
+        types = entity_types(self.classes)
+        if self.model.training or not types:
+            return []
+        names = [*self.classes]
+        counts = torch.zeros(len(types), 3, dtype=torch.float64)
+        for wanted, taken in zip(inputs["labels"].tolist(), found.tolist(), strict=True):
+            words = [place for place, label in enumerate(wanted) if label != IGNORE]
+            there, said = ([names[side[place]] for place in words] for side in (wanted, taken))
+            counts += torch.tensor(entity_counts(there, said, types))
+        return [counts.flatten().to(found.device)]
+
+    def figures(self, sums: list[float]) -> dict[str, Any]:
+        """As of classes; where these are tags of entities also `eval_entity_f1`, `eval_entity_precision`,
+        `eval_entity_recall`, and `eval_entities` with those of each type."""
+        types = entity_types(self.classes)
+        counts = sums[2 + len(self.classes) ** 2 :]
+        rows = [[int(each) for each in counts[3 * n : 3 * n + 3]] for n in range(len(types))]
+        return super().figures(sums) | (entity_figures(dict(zip(types, rows, strict=True))) if types else {})
+
+
+def _keep_embeddings_apart(plugin: Any, model: Any) -> None:
+    """Accelerate 1.15 makes a unit of the embeddings of tokens, and fails where they lie in another: encoders name the
+    module around them among those that are not to be split."""
+    embeddings = model.get_input_embeddings()
+    around = {type(each).__name__ for each in model.modules() if any(part is embeddings for part in each.children())}
+    units = [*(model._no_split_modules or ())]
+    if plugin.transformer_cls_names_to_wrap is None and around & {*units}:
+        plugin.transformer_cls_names_to_wrap = [name for name in units if name not in around]
+
+
+def check_padding(session: Session) -> None:
+    """Asks the model itself, on its first rows, whether it scores a row alike by itself and beside a longer one.
+
+    Of a decoder the score is read at the last token that is no padding, which its config must name.
+
+    Raises:
+        UserError: If it does not, on any process.
+    """
+    trainer = session.trainer
+    first = list(itertools.islice(iter(session.prepared.train), 2))
+    batches = [trainer.data_collator(rows) for rows in (first, *([row] for row in first))]
+    with torch.no_grad(), evaluating(trainer.model_wrapped):
+        scores = [
+            trainer.logits(trainer.model_wrapped, send_to_device(batch, trainer.args.device)).double()
+            for batch in batches
+        ]
+        together, *apart = (
+            each if each.dim() == 2 else each[batch["labels"].to(each.device) != IGNORE]
+            for each, batch in zip(scores, batches, strict=True)
+        )
+    alone = torch.cat(apart)
+    difference = ((together - alone).norm() / alone.norm().clamp(min=1e-6)).reshape(1)
+    largest = trainer.accelerator.gather(difference).max().item()
+    exact = session.dtypes.compute == "float32" and not device.computes_tf32()
+    if not largest < (1e-3 if exact else 0.1):
+        raise UserError(
+            f"{type(session.module).__name__} scores rows otherwise beside longer ones than by themselves: scores "
+            f"differ by {largest:.1g} of their size",
+            "set batch.micro_batch_size=1, or model.path to a model that Transformers pads right",
+        )
