@@ -45,6 +45,7 @@ _SIDE = {
     "pairs": None,
     "verdicts": None,
     "prompts": None,
+    "classes": None,
     "over_long": {"rows": 3, "action": "drop", "seq_len": 512},
     "longest": "rows.jsonl:17",
     "stop_trained_rows": 3084,
@@ -53,12 +54,14 @@ _SIDE = {
 }
 AUDIT: dict[str, Any] = {
     "objective": "sft",
+    "classes": [],
     "scope": "",
     "sources": [
         {
             "path": "rows.jsonl",
             "split": "train",
             "format": "chat",
+            "classes": [],
             "rows": 3246,
             "empty_rows": 1,
             "unused_columns": ["<u>kind</u>"],

@@ -63,7 +63,7 @@ _BUILT_IN = [
 REINFORCEMENT_RULES = {
     **{f"{section}-objective": _unasked(section) for section in _SECTIONS},
     "rewards-none": _not_here(
-        "rewards",
+        "objective",
         lambda r: not r.rewards.weights(),
         "nothing says how answers are scored",
         "name a reward, e.g. rewards.numeric=true, or a Python file of your own in rewards.file; the built-in ones are "
