@@ -209,7 +209,13 @@ def test_order_of_overrides(
         ("~seed=3", ["~seed=3", "is not an override"]),
         ("=3", ["=3", "is not an override"]),
         ("name=sgd", ["name", "several keys", "optimizer.name", "schedule.name", "write all of it"]),
-        ("batch_size=8", ["several keys", "batch.global_batch_size, batch.micro_batch_size, evaluation.batch_size, rollout.batch_size"]),
+        (
+            "batch_size=8",
+            [
+                "several keys",
+                "batch.global_batch_size, batch.micro_batch_size, rollout.batch_size, evaluation.batch_size",
+            ],
+        ),
         ("sources.0.path=x", ["sources.0.path", "one entry of a list", "sources=[…]"]),
         ("optimizer.args.betas.1=3", ["one entry of a list", "write all of it: optimizer.args.betas=[…]"]),
         (

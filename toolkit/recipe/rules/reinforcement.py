@@ -82,14 +82,14 @@ REINFORCEMENT_RULES = {
         "rename the function, and set rewards.function=my_reward",
     ),
     "rewards-no-file": _not_here(
-        "rewards",
+        "rewards.file",
         lambda r: (
             r.rewards.parts()
             and not r.rewards.file
             and {"function", "function_weight", "trust_python"} & {*r.rewards.changed()}
         ),
         "a function is described, but no file has it",
-        "set rewards.file, or remove {rewards_keys}",
+        "name it, or remove rewards.function, rewards.function_weight and rewards.trust_python",
     ),
     "rollout-length": _not_here(
         "rollout.max_completion_tokens",
