@@ -26,7 +26,9 @@ def test_every_format_has_an_example() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_are_what_they_say(name: str) -> None:
-    objective = {"source_target": "seq2seq", "preference": "dpo"}.get(name, "sft")
+    objectives = {"source_target": "seq2seq", "preference": "dpo"}
+    objectives |= {"labelled": "classification", "tagged": "token_classification"}
+    objective = objectives.get(name, "sft")
     row = json.loads(EXAMPLES[name])
     row_format = recognise([row], Source(path="d"), Task(objective, "auto", True))
     assert row_format.name == name and row_format.convert(row, "d:1")

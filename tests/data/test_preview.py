@@ -67,7 +67,9 @@ def test_parts_of_a_row_are_decoded_once_and_together_make_the_row(text: str, mo
         return decode(part, **settings)
 
     monkeypatch.setattr(tokenizer, "decode", counted)
-    row: Any = SimpleNamespace(train=[{"input_ids": ids, "labels": labels}], audit=SimpleNamespace(objective="sft"))
+    row: Any = SimpleNamespace(
+        train=[{"input_ids": ids, "labels": labels}], audit=SimpleNamespace(objective="sft"), classes=()
+    )
     _, _, shown = show(row, tokenizer, 1, color=False).partition("\n")
     assert shown.translate({ord("«"): "", ord("»"): ""}) == text * 500
     assert sum(decoded) <= 8 * len(ids)

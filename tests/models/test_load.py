@@ -176,7 +176,7 @@ def test_weights_are_read_to_the_device_unless_they_are_divided_first(
 ) -> None:
     source = dataclasses.replace(ModelSource.open(recipe()), recipe=load("small", overrides).recipe)
     maps = []
-    monkeypatch.setattr(load_module, "_with_all_weights", lambda of, arguments: maps.append(arguments) or None)
+    monkeypatch.setattr(load_module, "_with_all_weights", lambda of, arguments, stored: maps.append(arguments) or None)
     monkeypatch.setattr(load_module, "keep_unpacked", lambda model: None)
     source.load(dtypes(source.recipe), "eager")
     monkeypatch.setattr(device, "kind", lambda: "cuda")

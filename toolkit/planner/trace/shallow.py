@@ -236,10 +236,6 @@ def _repeated(model: PreTrainedModel) -> list[list[torch.nn.Module]]:
 def _materialize(model: torch.nn.Module, fake: FakeTensorMode, types: Dtypes) -> None:
     """Replaces what lies on the meta device by fake tensors on the CPU; tied parameters stay tied."""
     made: dict[int, torch.nn.Parameter] = {}
-
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
     with fake:
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -247,12 +243,14 @@ def _materialize(model: torch.nn.Module, fake: FakeTensorMode, types: Dtypes) ->
                     continue
                 if id(parameter) not in made:
                     stored = fake_kernels.quantized(module, parameter, types)
-                    plain = torch.nn.Parameter(empty(parameter), requires_grad=parameter.requires_grad)
+                    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                    plain = torch.nn.Parameter(like, requires_grad=parameter.requires_grad)
                     made[id(parameter)] = plain if stored is None else stored
                 module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     # Encoders have numbers of positions as long as their longest row, which shapes exceed.
                     longer = name in _OF_POSITIONS and buffer.dim() == 2 and buffer.shape[1] < 2 * CHUNK
-                    module._buffers[name] = empty(buffer.new_empty(1, 2 * CHUNK) if longer else buffer)
+                    size = (1, 2 * CHUNK) if longer else buffer.shape
+                    module._buffers[name] = torch.empty(size, dtype=buffer.dtype, device="cpu")
         experts.restore_on_use(model)
