@@ -93,7 +93,7 @@ def test_an_engine_equals_one_process(
         assert one.get("eval_entities") == other.get("eval_entities")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("objective", ["reward", "classification", "token_classification"])
 def test_the_demo_learns_with_a_real_model(objective: str, tmp_path: Path, ranks: Ranks) -> None:
     """On real texts: held-out rows are told better than by chance, or by who always says the same."""
