@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from harness import RUN, environment, metrics
 from ranks import ON_CPU, Ranks
@@ -182,6 +185,14 @@ class Launcher:
             processes, nodes = 4, 2
         done = self._ranks.run(self.folder, *arguments, processes=processes, nodes=nodes, entry=entry)
         return done.returncode, done.stderr
+
+
+def cells(core: Sequence[Sequence[object]], full: Sequence[Sequence[object]]) -> list[Any]:
+    """Parameters of a test: those that always run, and the full product, which `make matrix` runs."""
+    return [
+        pytest.param(*each, id="-".join(map(str, each)), marks=[] if each in core else [pytest.mark.matrix])
+        for each in dict.fromkeys([*core, *full])
+    ]
 
 
 def _torchrun(folder: Path, processes: int, arguments: list[str]) -> tuple[int, str]:

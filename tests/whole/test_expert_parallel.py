@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from figures import record
 from harness import metrics, write_recipe
-from matrix import METHODS, RECIPE, SEEDS, SEQUENCES, STEPS, Difference, Launcher, Result
+from matrix import METHODS, RECIPE, SEEDS, SEQUENCES, STEPS, Difference, Launcher, Result, cells
 from ranks import ON_CPU, Ranks
 from tiny import models_and_rows, tiny_model
 from transformers import AutoModelForCausalLM
@@ -49,10 +49,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
 
 @pytest.mark.parametrize(
     ("model", "method", "packing", "accumulation", "processes"),
-    [
-        pytest.param(*each, id="-".join(map(str, each)), marks=[] if each in CORE else [pytest.mark.matrix])
-        for each in dict.fromkeys(CELLS)
-    ],
+    cells(CORE, CELLS),
 )
 def test_processes_that_divide_experts_equal_one_process(
     model: str,

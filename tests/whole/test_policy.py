@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from figures import record
 from harness import metrics, write_recipe
-from matrix import METHODS, RECIPE, Difference, Launcher, Result
+from matrix import METHODS, RECIPE, Difference, Launcher, Result, cells
 from ranks import Ranks
 from tiny import chat_rows, models_and_rows
 
@@ -67,10 +67,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
 
 @pytest.mark.parametrize(
     ("objective", "method", "engine", "size"),
-    [
-        pytest.param(*each, id="-".join(map(str, each)), marks=[] if each in CORE else [pytest.mark.matrix])
-        for each in dict.fromkeys([*CORE, *FULL])
-    ],
+    cells(CORE, FULL),
 )
 def test_an_engine_equals_one_process(
     objective: str,

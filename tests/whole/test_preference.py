@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from figures import record
 from harness import metrics, write_recipe
-from matrix import METHODS, RECIPE, Difference, Launcher
+from matrix import METHODS, RECIPE, Difference, Launcher, cells
 from ranks import Ranks
 from tiny import models_and_rows, pair_rows
 
@@ -85,10 +85,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
 
 @pytest.mark.parametrize(
     ("model", "objective", "method", "engine", "size"),
-    [
-        pytest.param(*each, id="-".join(map(str, each)), marks=[] if each in CORE else [pytest.mark.matrix])
-        for each in dict.fromkeys([*CORE, *FULL])
-    ],
+    cells(CORE, FULL),
 )
 def test_an_engine_equals_one_process(
     model: str,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from figures import record
 from harness import write_recipe
-from matrix import METHODS, RECIPE, SEQUENCES, STEPS, Difference, Launcher, Result
+from matrix import METHODS, RECIPE, SEQUENCES, STEPS, Difference, Launcher, Result, cells
 from ranks import Ranks
 from tiny import models_and_rows
 
@@ -61,10 +61,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
 
 @pytest.mark.parametrize(
     ("model", "method", "packing", "accumulation", "processes", "engine"),
-    [
-        pytest.param(*each, id="-".join(map(str, each)), marks=[] if each in CORE else [pytest.mark.matrix])
-        for each in dict.fromkeys(CELLS)
-    ],
+    cells(CORE, CELLS),
 )
 def test_processes_that_divide_layers_equal_one_process(
     model: str,

@@ -29,7 +29,7 @@ from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages,
 from toolkit.data.preferences import preference_columns, read_preference
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.prompts import PromptFormat, is_empty_prompt, recognise_prompts
-from toolkit.data.proposal import are_texts, proposal
+from toolkit.data.proposal import are_texts, check_named, listed, proposal
 from toolkit.data.ratings import ANSWERS, SCORES, Ratings, find_ratings
 from toolkit.data.rows import (
     IGNORE,
@@ -149,7 +149,7 @@ class RowFormat:
             column = self.columns.get(name, name)
             if column not in raw and value_at(raw, column) is None:
                 raise UserError(
-                    f"{where} has no column `{column}`; it has {_listing(raw)}",
+                    f"{where} has no column `{column}`; it has {listed(raw)}",
                     "correct the row, or set `data.format` and `data.columns`",
                 )
         unmapped = [name for name in optional if name not in self.columns]
@@ -212,7 +212,7 @@ class RowFormat:
         of_chats = ("history", "reasoning", *OF_CHATS)
         if not is_chat and (given := [name for name in of_chats if parsed(row.get(name)) not in EMPTY]):
             raise UserError(
-                f"{where} has {_listing(given)}, which only chats have",
+                f"{where} has {listed(given)}, which only chats have",
                 f"set `model.chat_template`, or 'data.ignore=[{', '.join(given)}]' to train without",
             )
         if self.task.objective == "seq2seq":
@@ -326,17 +326,13 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
     flag = columns.pop("train", None)  # Of messages, not of rows.
     known = sorted({column for required, optional in FORMATS.values() for column in required + optional})
     known += [VERDICTS[0]] if task.judges else [ANSWERS[0], SCORES[0]] if task.pairs else []
-    for expected, actual in columns.items():
+    for expected in columns:
         if expected not in known:
             raise UserError(
                 f"`data.columns` renames to `{expected}`, which no format has",
                 f"write {{expected: column in the data}}, where expected is one of {', '.join([*known, 'train'])}",
             )
-        if actual not in present and all(value_at(row, actual) is None for row in rows):
-            raise UserError(
-                f"data source `{source.path}` has no column `{actual}` that `data.columns` names for `{expected}`",
-                f"its columns are {_listing(present)}",
-            )
+    check_named(columns, rows, source.path)
     if task.labelled:
         found = recognised(rows, source, task.labelled, columns, ignored, task.has_chat_template)
         return RowFormat(task.labelled, found, task, ignored)
@@ -359,7 +355,7 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
     if missing := [column for column in FORMATS[name][0] if column not in names]:
         raise UserError(
             f"data source `{source.path}` has no column `{missing[0]}`, which `data.format: {name}` needs; "
-            f"its columns are {_listing(present)}",
+            f"its columns are {listed(present)}",
             f"map it with `data.columns: {{{missing[0]}: NAME}}` or choose another `data.format`",
         )
     if name in ("messages", "sharegpt") and not task.has_chat_template:
@@ -398,12 +394,12 @@ def _detect(
         return fits[0]
     if fits:
         raise UserError(
-            f"data source `{source.path}` fits several formats: {', '.join(fits)}; its columns are {_listing(present)}",
+            f"data source `{source.path}` fits several formats: {', '.join(fits)}; its columns are {listed(present)}",
             f"set `data.format` to one of {', '.join(fits)}",
         )
     accepted = "; ".join(f"{name} ({', '.join(required)})" for name, (required, _) in forms.items())
     raise UserError(
-        f"data source `{source.path}` has the columns {_listing(present)}, which no format fits",
+        f"data source `{source.path}` has the columns {listed(present)}, which no format fits",
         f"{proposal(names, row, task.has_chat_template)}; accepted are {accepted} "
         "(in a CSV the first line names the columns)",
     )
@@ -492,7 +488,3 @@ def _string(row: Mapping[str, Any], name: str, where: str) -> str:
             f"{change}, or choose other columns with `data.columns`",
         )
     return value
-
-
-def _listing(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "none"

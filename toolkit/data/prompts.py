@@ -14,6 +14,7 @@ from typing import Any
 from toolkit.common import UserError
 from toolkit.data.columns import EMPTY, mapping_text, value_at
 from toolkit.data.messages import FLAGS, holds_messages, read_messages, read_tools
+from toolkit.data.proposal import check_named, listed
 from toolkit.data.rewards import ANSWER
 from toolkit.data.rows import Chat, Completion, Prompted
 
@@ -118,21 +119,17 @@ def recognise_prompts(
         UserError: None or several may be meant, or one that is named is not there.
     """
     present = dict.fromkeys(name for row in rows for name in row if name not in ignored)
-    for expected, actual in columns.items():
+    for expected in columns:
         if expected not in ("prompt", "messages", ANSWER):
             raise UserError(
                 f"`data.columns` renames to `{expected}`, which prompts for rewards do not have",
                 f"write {{prompt: NAME, {ANSWER}: NAME}}; other columns are passed to your own reward as they are",
             )
-        if actual not in present and all(value_at(row, actual) is None for row in rows):
-            raise UserError(
-                f"data source `{path}` has no column `{actual}` that `data.columns` names for `{expected}`",
-                f"its columns are {_listing(present)}",
-            )
+    check_named(columns, rows, path)
     asked = columns.get("prompt") or columns.get("messages") or _one_of(ASKED, "prompt", present, path)
     if asked is None:
         raise UserError(
-            f"data source `{path}` has the columns {_listing(present)}, of which none is known to hold a prompt",
+            f"data source `{path}` has the columns {listed(present)}, of which none is known to hold a prompt",
             f"name it: {mapping_text({'prompt': 'NAME', ANSWER: 'NAME'})}",
         )
     reference = columns.get(ANSWER) or _one_of([name for name in REFERENCES if name != asked], ANSWER, present, path)
@@ -154,7 +151,3 @@ def is_empty_prompt(row: Prompted) -> bool:
     if isinstance(row.asked, Completion):
         return not row.asked.prompt.strip()
     return all(message["content"] in EMPTY for message in row.asked.messages if message["role"] != "system")
-
-
-def _listing(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "none"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from toolkit.common import UserError
 from toolkit.data.columns import OFTEN_CALLED, mapping_text, parsed, value_at
 from toolkit.data.messages import are_messages, holds_messages
 from toolkit.recipe.schema import FORMATS, OF_OBJECTIVES
@@ -34,13 +35,36 @@ def proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool) -
         also = f" ({' and '.join(as_well)} will be read, too)" if as_well else ""
         return f"set {mapping_text(renamed)} if that is what they are{also}"
     if "prompt" in names:
-        return (
-            "add the answers, as `completion`: prompts alone are for reinforcement learning, which has no trainer yet"
-        )
+        return "add the answers, as `completion`; prompts alone are for objective=grpo, which learns from rewards"
     inside = {f"{name}.{key}" for name in names if isinstance(row.get(name), dict) for key in row[name]}
     if talk := next((name for name in sorted(names | inside) if are_messages(value_at(row, name))), None):
         return f"set {mapping_text({'messages': talk})} if its conversations end with the answer to learn"
     return "map names with 'data.columns={prompt: NAME, completion: NAME}'"
+
+
+def check_named(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Refuses names of `data.columns` that no row has.
+
+    Args:
+        columns: As `expected: actual`.
+        rows: The first of a source.
+        path: Of the source.
+
+    Raises:
+        UserError: With the columns that there are.
+    """
+    present = dict.fromkeys(name for row in rows for name in row)
+    for expected, actual in columns.items():
+        if actual not in present and all(value_at(row, actual) is None for row in rows):
+            raise UserError(
+                f"data source `{path}` has no column `{actual}` that `data.columns` names for `{expected}`",
+                f"its columns are {listed(present)}",
+            )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of columns for a sentence."""
+    return ", ".join(f"`{name}`" for name in names) or "none"
 
 
 def _suits(column: str, form: str, value: Any) -> bool:

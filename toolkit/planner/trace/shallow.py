@@ -156,7 +156,7 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bo
         trained = add_method(model, recipe, types, whole=depth is None, new_tokens=new_tokens)
     trained.train()
     if depth is not None:
-        _materialize(trained, fake, types)
+        _materialize(trained, fake, types, setting.objective in HEADED)
     # What it adds to parameters must be on those that are there.
     with contextlib.nullcontext() if depth is None else fake:
         divide_layers(trained, setting.tensor, index=0)
@@ -233,8 +233,12 @@ def _repeated(model: PreTrainedModel) -> list[list[torch.nn.Module]]:
     return marked or lists
 
 
-def _materialize(model: torch.nn.Module, fake: FakeTensorMode, types: Dtypes) -> None:
-    """Replaces what lies on the meta device by fake tensors on the CPU; tied parameters stay tied."""
+def _materialize(model: torch.nn.Module, fake: FakeTensorMode, types: Dtypes, headed: bool) -> None:
+    """Replaces what lies on the meta device by fake tensors on the CPU; tied parameters stay tied.
+
+    Args:
+        headed: Whether the objective has a head of its own, as those have that train encoders.
+    """
     made: dict[int, torch.nn.Parameter] = {}
     with fake:
         for module in model.modules():
@@ -249,8 +253,8 @@ def _materialize(model: torch.nn.Module, fake: FakeTensorMode, types: Dtypes) ->
                 module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    # Encoders have numbers of positions as long as their longest row, which shapes exceed.
-                    longer = name in _OF_POSITIONS and buffer.dim() == 2 and buffer.shape[1] < 2 * CHUNK
+                    # Encoders have numbers of positions, as many as their longest row, which shapes exceed.
+                    longer = headed and name in _OF_POSITIONS and buffer.dim() == 2 and buffer.shape[1] < 2 * CHUNK
                     size = (1, 2 * CHUNK) if longer else buffer.shape
                     module._buffers[name] = torch.empty(size, dtype=buffer.dtype, device="cpu")
         experts.restore_on_use(model)
