@@ -466,7 +466,7 @@ def test_the_mapping_that_is_proposed_is_accepted(template: bool) -> None:
         made = convert(row, template=template, columns=mapping)
         if not talk:
             assert all(f"text of {name}" in to_json(made) for name in columns)
-    assert "prompts alone are for reinforcement learning" in refused({"prompt": "p", "id": 1}, template=template)
+    assert "prompts alone are for objective=grpo" in refused({"prompt": "p", "id": 1}, template=template)
 
 
 @pytest.mark.parametrize(

@@ -307,8 +307,8 @@ AXOLOTL: dict[str, Any] = {
 TRL: dict[str, Any] = {
     "language modelling": ({"text": "Night fell."}, ["ight fell." + STOP]),
     "language modelling, conversational": ({"messages": TALK}, ANSWER),
-    "prompt-only": ({"prompt": "p"}, "prompts alone are for reinforcement learning"),
-    "prompt-only, conversational": ({"prompt": [ASK]}, "prompts alone are for reinforcement learning"),
+    "prompt-only": ({"prompt": "p"}, "prompts alone are for objective=grpo"),
+    "prompt-only, conversational": ({"prompt": [ASK]}, "prompts alone are for objective=grpo"),
     "prompt-completion": ({"prompt": "Night", "completion": " fell."}, [" fell." + STOP]),
     "prompt-completion, conversational": ({"prompt": [ASK], "completion": [REPLY]}, ANSWER),
     "preference": (
