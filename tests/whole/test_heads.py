@@ -3,7 +3,6 @@ demos, which learn with a real model."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Callable
@@ -19,8 +18,10 @@ from tiny import labelled_rows, models_and_rows, pair_rows, tagged_rows, tiny_en
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6)
 SETTINGS = {method: [*METHODS[method], "optimizer.eps=1.0e-3"] for method in ("full", "lora", "qlora")}
+# At a higher rate all pairs are soon told apart, and of a loss and gradients near zero rounding is a larger share.
+_REWARD = ["preference.center_rewards=0.01", "optimizer.learning_rate=1.0e-4"]
 OBJECTIVES = {
-    "reward": ["objective=reward", "preference.center_rewards=1.0", "data.columns={instruction: prompt}"],
+    "reward": ["objective=reward", "data.columns={instruction: prompt}", *_REWARD],
     "classification": ["objective=classification", "data.sources=[texts.jsonl]"],
     "token_classification": ["objective=token_classification", "data.sources=[words.jsonl]"],
 }
@@ -80,9 +81,7 @@ def test_an_engine_equals_one_process(
     run = launcher.result(name, engine, *common, f"batch.micro_batch_size={size}")
     difference = Difference.between(run, reference)
     record(record_property, "Heads: largest difference from one process", run=name, **difference.figures())
-    # The gradient of a pair is a difference of two that are much alike, of which rounding is a larger share.
-    limits = dataclasses.replace(LIMITS, grad_norm=2e-5) if objective == "reward" else LIMITS
-    assert not difference.over(limits)
+    assert not difference.over(LIMITS)
     assert any("score" in each or "classifier" in each for each in run.weights)
     for one, other in zip(run.held_out, reference.held_out, strict=True):
         assert one["eval_accuracy"] == other["eval_accuracy"]

@@ -56,8 +56,8 @@ class HeadTrainer(Telling, _ExactMixin, Trainer):
             _keep_embeddings_apart(self.accelerator.state.fsdp_plugin, base)
 
     def logits(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Scores of a batch in fp32: (rows, outputs), or of tokens (rows, seq, outputs)."""
-        return model(**{name: inputs[name] for name in inputs if name not in BESIDE}).logits.float()
+        """Scores of a batch: (rows, outputs), or of tokens (rows, seq, outputs)."""
+        return model(**{name: inputs[name] for name in inputs if name not in BESIDE}).logits
 
     def score(self, model: Any, inputs: dict[str, Any]) -> Scored:
         """Of a batch: the sum of the losses, how many these are, and no loss of routers."""
@@ -139,7 +139,7 @@ class ClassTrainer(HeadTrainer):
     """A model that tells the class of each text."""
 
     def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, labels = self.logits(model, inputs), inputs["labels"]
+        logits, labels = self.logits(model, inputs).float(), inputs["labels"]
         outputs = logits.shape[-1]
         flat, wanted = logits.reshape(-1, outputs), labels.reshape(-1)
         total = F.cross_entropy(flat, wanted, ignore_index=IGNORE, reduction="none").double().sum()
