@@ -287,6 +287,7 @@ def _write_slurm(
     option("--trials", "N", "train so many, with values that Optuna chooses", type=positive),
     flag("--prune", "with --trials: end those early that do worse than half of the others"),
     flag("--print", "only print what would be trained"),
+    flag("--ray", "submit a job for each to a Ray cluster instead"),
     flag("--slurm", "write an sbatch file with a job for each instead; the options below are its"),
     option("--nodes", "N", "number of machines of each (1)", type=positive),
     *_SLURM,
@@ -301,9 +302,15 @@ def sweep(options: argparse.Namespace) -> int:
     _check_slurm(options, "nodes")
     if options.prune and not options.trials:
         raise UserError("--prune ends runs of a search early", "say how many it has with --trials N")
-    if options.trials and (options.print or options.slurm):
-        what = "--print" if options.print else "--slurm"
+    elsewhere = [f"--{name}" for name in ("print", "slurm", "ray") if getattr(options, name)]
+    if options.trials and elsewhere:
+        what = elsewhere[0]
         raise UserError(f"{what}: what a search trains is chosen on the way", f"leave out {what} or --trials")
+    if options.ray and (len(elsewhere) > 1 or options.parallel):
+        what = "--parallel" if options.parallel else next(each for each in elsewhere if each != "--ray")
+        raise UserError(
+            f"--ray runs as many jobs at once as its machines can take; {what} is no part of it", f"leave out {what}"
+        )
     if options.trials:
         from toolkit.cli.search import Search
 
@@ -319,6 +326,11 @@ def sweep(options: argparse.Namespace) -> int:
             return 0
         if options.print:
             print(printable("\n".join(sweep.shell_lines(found))))
+            return 0
+        if options.ray:
+            from toolkit.cli import ray_jobs
+
+            ray_jobs.submit(found, options.gpus, lambda line: print(printable(line)))
             return 0
         status = sweep.run(found, jobs.shares(options.parallel or 1, options.gpus), sweep.told)
     if compared := sweep.compare_all(folders):
