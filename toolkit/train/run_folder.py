@@ -208,6 +208,7 @@ def recipe_hash(recipe: Recipe) -> str:
     """Hash of all that decides the weights a run produces."""
     unread = set() if recipe.prefers else {"preference"}
     unread |= set() if recipe.reinforces else {"rollout", "rewards", "policy"}
+    unread |= set() if recipe.distills else {"distillation"}
     content = _with_effect(dict(flat(recipe.model_dump(exclude=unread))))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -224,7 +225,8 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
     """
     resume = loaded.recipe.checkpoint.resume
     named = Path(resume) if resume not in ("auto", "never") else None
-    for model in (loaded.recipe.model.path, loaded.recipe.model.adapter or ""):
+    teaches = loaded.recipe.of_teacher
+    for model in (loaded.recipe.model.path, loaded.recipe.model.adapter or "", teaches.model.path if teaches else ""):
         check_final(model)
     if named:
         checkpoint.check_named(named, loaded.recipe)
