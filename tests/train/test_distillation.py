@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from toolkit.common import UserError
 from toolkit.train.main import main
 
-DISTILL = ["objective=distillation", "distillation.teacher=teacher"]
+DISTILL = ["objective=distillation", "distillation.teacher.path=teacher"]
 LOSSES = {
     "forward": {},
     "reverse": {"beta": 1.0},

@@ -50,8 +50,14 @@ class Teacher:
 
     def logits(self, batch: dict[str, Any]) -> Logits:
         """What its logits at the trained tokens of a batch are made of. It computes in its own type."""
-        with torch.autocast(self.model.device.type, enabled=False):
+        with self.alone():
             return logits_of(self.model, self.head, batch)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While this context lasts, the model may be called: neither autocast nor an engine has to do with it."""
+        with torch.autocast(self.model.device.type, enabled=False), _whole():
+            yield
 
 
 def open_teacher(recipe: Recipe) -> ModelSource | None:
@@ -161,8 +167,8 @@ def _of_teacher() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole() -> Iterator[None]:
-    """Has Transformers load all of a model on every process: under ZeRO-3 it would divide it, and under FSDP leave it
-    empty on all processes but the first."""
+    """Has the libraries take a model to be whole on every process: under ZeRO-3 Transformers would divide it when it is
+    loaded, and TRL look for its parts, and under FSDP it would be empty on all processes but the first."""
     divides = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:

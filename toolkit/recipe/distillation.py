@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from toolkit.recipe.base import Place, Section
 
@@ -33,18 +33,12 @@ class Teacher(Section):
     """Whether Python code from its repository may run; of one on the hub only at the full commit in `revision`."""
 
 
-def _by_path(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
 class Distillation(Section):
     """What a student learns from a teacher, for `objective: distillation`: of each trained token a divergence of both
     models' next-token distributions, and as a share of the loss the token itself."""
 
-    main_key: ClassVar[str | None] = "teacher"
-
-    teacher: Annotated[Teacher | None, BeforeValidator(_by_path, json_schema_input_type=Teacher | str | None)] = None
-    """The model that is learnt from: a name or folder, or keys of its own."""
+    teacher: Teacher | None = None
+    """The model that is learnt from, e.g. `{path: Qwen/Qwen3-8B, quantization: nf4}`."""
     beta: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Which divergence: 0 the forward Kullback-Leibler divergence, which has the student cover all that the teacher may
     say; 1 the reverse one, which has it keep to what the teacher is likely to say (MiniLLM); between them the

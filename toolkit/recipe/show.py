@@ -45,13 +45,8 @@ def with_origins(loaded: Loaded, most: int | None = None) -> str:
         most: How many lines of what no schema limits, such as sources and keys of `extra`, are kept; None for all.
     """
     # A section's own line says nothing about a key that the section leaves out.
-    inner = dict(_inner_sections(loaded.recipe))
-    outer = {*sections(), *inner}
+    outer = {*sections(), *_inner_sections(loaded.recipe)}
     origins = {key: place for key, place in loaded.origins.items() if key not in outer}
-    for key, section in inner.items():
-        # A section that was given as a word.
-        if section.main_key and key in loaded.origins and not any(each.startswith(f"{key}.") for each in origins):
-            origins[f"{key}.{section.main_key}"] = loaded.origins[key]
     if loaded.recipe.prefers or loaded.recipe.reinforces:
         origins.setdefault("optimizer.learning_rate", f"default of {loaded.recipe.objective}")
     elif loaded.recipe.method.name != "full":
@@ -66,11 +61,11 @@ def with_origins(loaded: Loaded, most: int | None = None) -> str:
     return "\n".join([*texts, *([f"# … and {len(left_out):,} more lines: {loaded.file}"] if left_out else [])])
 
 
-def _inner_sections(recipe: Recipe) -> Iterator[tuple[str, Section]]:
-    """Sections within sections of a recipe, with their dotted keys."""
+def _inner_sections(recipe: Recipe) -> Iterator[str]:
+    """Dotted keys of a recipe whose values are sections within sections."""
     for name, kind in sections().items():
-        values = ((key, getattr(getattr(recipe, name), key)) for key in kind.model_fields)
-        yield from ((f"{name}.{key}", value) for key, value in values if isinstance(value, Section))
+        section = getattr(recipe, name)
+        yield from (f"{name}.{key}" for key in kind.model_fields if isinstance(getattr(section, key), Section))
 
 
 def _lines(values: dict[str, Any], prefix: str, depth: int, origins: dict[str, str]) -> Iterator[tuple[str, str, str]]:

@@ -85,7 +85,7 @@ DISTILLATION_RULES = {
         _TEACHER,
         lambda r, _: r.distills and r.distillation.teacher is None,
         "nothing says which model is learnt from",
-        f"name one with the same tokenizer, e.g. {_TEACHER}=Qwen/Qwen3-8B for Qwen3-0.6B",
+        f"name one with the same tokenizer, e.g. {_TEACHER}.path=Qwen/Qwen3-8B for Qwen3-0.6B",
     ),
     "teacher-no-folder": _of_teacher(
         f"{_TEACHER}.path",
