@@ -62,6 +62,11 @@ def settings() -> dict[str, Setting]:
                         if device == _NEW and _compiles(decided, config):
                             compiled = dataclasses.replace(each, compiled=True)
                             found[compiled.key()] = compiled
+                        if teaches := decided.of_teacher:
+                            of_teacher = model_configs.config_of(teaches.model)
+                            assert of_teacher is not None, "teachers of shipped recipes are bundled"
+                            taught = setting_of(teaches, of_teacher, device[0], backend, layout)
+                            found[taught.key()] = taught
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from figures import record
-from harness import metrics, write_recipe
+from harness import write_recipe
 from matrix import METHODS, RECIPE, Difference, Launcher, cells
 from ranks import Ranks
 from tiny import models_and_rows, tiny_model
@@ -16,7 +16,12 @@ from tiny import models_and_rows, tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6)
 COMMON = [
-    *("objective=distillation", "distillation.teacher.path=teacher", "distillation.ce_share=0.2", "distillation.beta=0.5"),
+    *(
+        "objective=distillation",
+        "distillation.teacher.path=teacher",
+        "distillation.ce_share=0.2",
+        "distillation.beta=0.5",
+    ),
     *("distillation.temperature=1.5", "schedule.max_steps=4", "evaluation.num_prompts=0"),
 ]
 SETTINGS = {
@@ -36,7 +41,9 @@ CORE = [
     ("lora", "fsdp", 1),
     ("qlora", "ddp", 1),
 ]
-FULL = [(method, engine, size) for method in SETTINGS for engine in ("ddp", "zero2", "zero3", "fsdp") for size in (1, 2)]
+FULL = [
+    (method, engine, size) for method in SETTINGS for engine in ("ddp", "zero2", "zero3", "fsdp") for size in (1, 2)
+]
 
 
 @pytest.fixture(scope="module")

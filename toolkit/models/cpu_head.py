@@ -28,7 +28,7 @@ from toolkit.models.tensor_parallel import Part
 
 CHUNK = 256
 """Tokens whose logits are there at a time: more make the products no faster."""
-JUDGED = 1024
+JUDGED = 512
 """The same on a GPU where a criterion holds several copies of them."""
 Criterion = Callable[[slice, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor | None]]
 """Given which tokens (N), their logits (N, V), their labels (N, 1) and whether a gradient is wanted: minus the losses

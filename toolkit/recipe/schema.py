@@ -357,6 +357,7 @@ class Recipe(Section):
                 "parallel": Parallel(),
                 "activation_checkpointing": ActivationCheckpointing(),
                 "extra": Extra(),
+                "compile": "off",
             }
         )
 

@@ -290,7 +290,11 @@ def _charts_of_answers(record: Record) -> list[dict[str, Any]]:
 def _charts_of_teachers(record: Record) -> list[dict[str, Any]]:
     """How near a student comes to its teacher."""
     rows, evaluations = record.training, record.evaluations
-    titles = {"kl": NEARNESS["eval_kl"], "agreement": "Share of same next tokens", "cross_entropy": "Loss of the labels"}
+    titles = {
+        "kl": NEARNESS["eval_kl"],
+        "agreement": "Share of same next tokens",
+        "cross_entropy": "Loss of the labels",
+    }
     return [
         chart(title, [*_smoothed(rows, key), _series(evaluations, f"eval_{key}", "held-out", "points")], form=_short)
         for key, title in titles.items()

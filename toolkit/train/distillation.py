@@ -77,7 +77,9 @@ class DistillationTrainer(Telling, CausalTrainer):
             found |= {f"eval_{name}": mean, f"eval_{name}{MARGIN}": Z * variance**0.5}
         return found
 
-    def _judged(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _judged(
+        self, model: Any, inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Of the tokens (N) of a batch: losses (N) and what `FIGURES` names (N, 3), zero but for those trained, and
         which are (N); and the balance loss."""
         criterion = Divergence(self.settings, self.teacher.logits(inputs), self.teacher.common)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-
 Z = 1.959963984540054
 """The quantile of the normal distribution that leaves 2.5% above it."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.recipe import model_configs
-from toolkit.recipe.distillation import DISTILLATION, published
+from toolkit.recipe.distillation import DISTILLATION
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.rules.inputs import is_local, no_folder
 from toolkit.recipe.schema import Model, Recipe

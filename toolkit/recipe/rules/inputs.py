@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.module_names import whole_numbers
-from toolkit.recipe.schema import CHAT_TEMPLATES, VARLEN_ATTENTION, Model, Recipe
+from toolkit.recipe.schema import CHAT_TEMPLATES, VARLEN_ATTENTION, Model
 
 
 def is_local(model: Model) -> bool:
@@ -134,7 +134,9 @@ INPUT_RULES = {
     "remote-code-unpinned": Rule(
         "model.trust_remote_code",
         lambda r, _: (
-            r.model.trust_remote_code and not is_local(r.model) and not re.fullmatch("[0-9a-f]{40}", r.model.revision or "")
+            r.model.trust_remote_code
+            and not is_local(r.model)
+            and not re.fullmatch("[0-9a-f]{40}", r.model.revision or "")
         ),
         "code of the model's repository would run in whatever version it has that day",
         "set model.revision to the full commit (40 digits) whose code was read, or trust_remote_code to false",
