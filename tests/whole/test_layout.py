@@ -36,6 +36,7 @@ ELSEWHERE = {
     "data/words": "data/test_rewards",
     "recipe/reinforcement": "recipe/test_rules",
     "recipe/distillation": "recipe/test_rules",
+    "recipe/teaching": "train/test_distillation",
     "models/distillation": "train/test_distillation",
     "models/teacher": "train/test_distillation",
     "planner/memory/teacher": "train/test_distillation",

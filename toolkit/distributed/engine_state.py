@@ -13,6 +13,7 @@ from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.stages import runs_as
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import FP8_SCALING
+from toolkit.recipe.teaching import of_teacher
 
 Spread = Literal["whole", "sharded"]
 
@@ -154,7 +155,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
     if parallel.pipeline > 1:
         state |= {"engine": "pipeline"}
         state["schedule"] = runs_as(parallel.schedule, parallel.stages, layout.gradient_accumulation_steps)
-    if teaches := recipe.of_teacher:
+    if teaches := of_teacher(recipe):
         state |= {"teacher_dtype": teacher_dtype(teaches), "teacher_quantization": teaches.method.quantization}
         state["teacher_trained"] = 0
     if recipe.tf32 != "auto":

@@ -209,7 +209,10 @@ def _scored(
         if rest.temperature != 1:
             logits = logits / rest.temperature
         if rest.criterion:
-            log_probs[rows], gradient = rest.criterion(rows, logits, labels, any(wanted))
+            log_probs[rows], found = rest.criterion(rows, logits, labels, any(wanted))
+            if found is None:
+                return
+            gradient = found
         elif rest.part is None:
             gradient = torch.log_softmax(logits, -1, out=scores[: len(states)])
             log_probs[rows] = gradient.gather(1, labels)[:, 0]

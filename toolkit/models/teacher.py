@@ -27,6 +27,7 @@ from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice, OutputHead
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.distillation import Teacher as Keys
+from toolkit.recipe.teaching import of_teacher
 
 _HERE = "distillation.teacher"
 _OF_MODELS = re.compile(rf"\b(?:model|method)\.({'|'.join(Keys.model_fields)})\b")
@@ -66,7 +67,7 @@ def open_teacher(recipe: Recipe) -> ModelSource | None:
     Raises:
         UserError: If it cannot be found, or its output head cannot be applied to some tokens at a time.
     """
-    teaches = recipe.of_teacher
+    teaches = of_teacher(recipe)
     if teaches is None:
         return None
     with _of_teacher():

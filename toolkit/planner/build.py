@@ -42,6 +42,7 @@ from toolkit.planner.trace.store import Tracing
 from toolkit.planner.trace.types import Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe, compilation, model_configs
+from toolkit.recipe.teaching import of_teacher
 
 __all__ = ["decide", "estimate", "estimate_layouts", "run_folder_bytes"]
 
@@ -71,7 +72,7 @@ class _Question:
             return None
         require_quantized(recipe, trace)
         taught = self._teacher(recipe, hardware, backend, layout, fullest, may_trace)
-        if taught is None and recipe.of_teacher:
+        if taught is None and of_teacher(recipe):
             return None
         heads = model_configs.attention_widths(self.config)
         workload = Workload(recipe, layout, hardware, trace, heads=heads, teacher=taught)
@@ -161,7 +162,7 @@ class _Question:
         self, recipe: Recipe, hardware: Hardware, backend: str, layout: BatchLayout, fullest: BatchLayout, traces: bool
     ) -> Workload | None:
         """The teacher's forward passes over the student's micro-batches; None without one, or without a trace."""
-        teaches = recipe.of_teacher
+        teaches = of_teacher(recipe)
         if teaches is None:
             return None
         config = config_of(teaches)

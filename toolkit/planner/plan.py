@@ -62,8 +62,8 @@ class Memory(Figures):
     ranks: str
     """The ranks that hold this much: `every rank`, `rank 0` or `other ranks`."""
     phases: dict[str, dict[str, int]]
-    """Phase (load, teacher, forward, backward, step, evaluation, save, resume) to part to bytes, at the phase's own peak. Parts
-    that hold nothing are left out."""
+    """Phase (load, teacher, forward, backward, step, evaluation, save, resume) to part to bytes, at the phase's own
+    peak. Parts that hold nothing are left out."""
     peak_phase: str
     """The phase with the largest sum."""
     allocated: int

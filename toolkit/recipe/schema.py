@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.recipe.base import Place, Section
-from toolkit.recipe.distillation import DISTILLATION, Distillation, published
+from toolkit.recipe.distillation import DISTILLATION, Distillation
 from toolkit.recipe.faults import Faults
 from toolkit.recipe.heads import CLASSIFYING, HEADED
 from toolkit.recipe.parallel import Parallel
@@ -338,28 +338,6 @@ class Recipe(Section):
     def rows_for(self) -> str:
         """The objective by which rows are read, and computed with: a student's are those of `sft`."""
         return "sft" if self.distills else self.objective
-
-    @property
-    def of_teacher(self) -> Recipe | None:
-        """The recipe by which the teacher is loaded and planned: frozen, and whole on each process; None without."""
-        teacher = self.distillation.teacher
-        if teacher is None or not self.distills:
-            return None
-        model, keys = self.model, teacher.model_dump(exclude={"path", "quantization", "double_quantization"})
-        stored = {key: getattr(teacher, key) for key in ("quantization", "double_quantization")}
-        return self.with_values(
-            {
-                "objective": "sft",
-                "model": Model(path=published(teacher.path), attention=model.attention, **keys),
-                "method": Method(name="lora", **stored),
-                "precision": self.engine_precision,
-                "strategy": Strategy(),
-                "parallel": Parallel(),
-                "activation_checkpointing": ActivationCheckpointing(),
-                "extra": Extra(),
-                "compile": "off",
-            }
-        )
 
     @property
     def answers(self) -> int:

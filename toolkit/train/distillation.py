@@ -7,11 +7,17 @@ from typing import Any
 
 import torch
 
+from toolkit.distributed.engines import teacher_dtype
+from toolkit.models.coverage import stored_form
 from toolkit.models.cpu_head import judged_by
 from toolkit.models.distillation import FIGURES, Divergence
-from toolkit.models.teacher import Teacher
+from toolkit.models.head_choice import compare
+from toolkit.models.output_head import HeadChoice
+from toolkit.models.teacher import Teacher, require_fused
 from toolkit.recipe.distillation import Distillation
+from toolkit.recipe.teaching import of_teacher
 from toolkit.report.rewards import MARGIN
+from toolkit.train.session import Session
 from toolkit.train.told import Telling, Z
 from toolkit.train.trainer import CausalTrainer
 
@@ -99,3 +105,33 @@ def rows_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, int]:
         ends = inputs["cu_seq_lens_q"][1:]
         return torch.bucketize(positions, ends.to(positions.device), right=True), len(ends)
     return positions // shape[1], shape[0]
+
+
+def check_heads(session: Session, batch: dict[str, Any]) -> None:
+    """Asks student and teacher whether the fused output head is what they compute: the logits of both are made of what
+    it reads.
+
+    Args:
+        batch: Rows all whose tokens are trained.
+
+    Raises:
+        UserError: If it is not.
+    """
+    student, teacher, teaches = session.trainer.output_head, session.trainer.teacher, of_teacher(session.recipe)
+    assert teaches, "the objective has a teacher"
+    with teacher.alone():
+        difference, reason = compare(teacher.model, batch, teacher.head, getattr(torch, teacher_dtype(teaches)), True)
+    kinds = [each.config.model_type for each in (session.module, teacher.model)]
+    require_fused(HeadChoice(student.fused, reason="it is not what this model computes"), "model.path", kinds[0])
+    require_fused(HeadChoice(difference <= 1, reason=reason), "distillation.teacher.path", kinds[1])
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """What of a teacher is compared with the recipe, see `engine_state.EngineState`."""
+    moving = [each for module in model.modules() if module.training for each in module.parameters(recurse=False)]
+    learning = {id(each): each.numel() for each in (*moving, *(p for p in model.parameters() if p.requires_grad))}
+    return {
+        "teacher_dtype": str(model.get_input_embeddings().weight.dtype).removeprefix("torch."),
+        "teacher_quantization": stored_form(model),
+        "teacher_trained": sum(learning.values()),
+    }

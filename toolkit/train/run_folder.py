@@ -35,6 +35,7 @@ from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.files import set_aside, write_json
 from toolkit.recipe import Loaded, Recipe, files
+from toolkit.recipe.teaching import of_teacher
 from toolkit.report.load import Manifest, read_manifest
 from toolkit.seal import damage
 from toolkit.train import checkpoint
@@ -225,7 +226,7 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
     """
     resume = loaded.recipe.checkpoint.resume
     named = Path(resume) if resume not in ("auto", "never") else None
-    teaches = loaded.recipe.of_teacher
+    teaches = of_teacher(loaded.recipe)
     for model in (loaded.recipe.model.path, loaded.recipe.model.adapter or "", teaches.model.path if teaches else ""):
         check_final(model)
     if named:

@@ -308,10 +308,9 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
             text = f"{before:.4f} -> {text}{change}"
         rows += [("held-out before", reward_text(evaluator.first))] if rewards and evaluator.first else []
         rows.append(("held-out after", rewards) if rewards else ("held-out loss", text))
+        nearer = nearness(evaluator.first or {})
         for key, after in nearness(evaluator.last).items():
-            earlier = (
-                f"{nearness_text(key, *before)} -> " if (before := nearness(evaluator.first or {}).get(key)) else ""
-            )
+            earlier = f"{nearness_text(key, *nearer[key])} -> " if key in nearer else ""
             rows.append((NEARNESS[key], f"{earlier}{nearness_text(key, *after)}"))
         if (accuracy := evaluator.last.get("eval_accuracy")) is not None:
             earlier = f"{evaluator.first['eval_accuracy']:.1%} -> " if evaluator.first else ""

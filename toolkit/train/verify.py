@@ -27,15 +27,13 @@ from toolkit.data.batches import MicroBatches
 from toolkit.data.collate import isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engine_state import EngineState, expected_state
-from toolkit.distributed.engines import fsdp_mesh, teacher_dtype
+from toolkit.distributed.engines import fsdp_mesh
 from toolkit.models import attention, attention_kernels, compiled_layers, coverage, device, head_choice, liger_kernels
-from toolkit.models.output_head import HeadChoice
 from toolkit.models.parts import sizes as parts
 from toolkit.models.pipeline import chain
 from toolkit.models.shared_rows import sizes
-from toolkit.models.teacher import require_fused
 from toolkit.models.tiled_mlp import tiles_of
-from toolkit.train.distillation import DistillationTrainer
+from toolkit.train.distillation import DistillationTrainer, check_heads, state_of
 from toolkit.train.evaluate import evaluating
 from toolkit.train.heads import check_padding
 from toolkit.train.optimizer import inner_optimizer, moments_of, not_updated, updated_by
@@ -59,7 +57,7 @@ class Verify(TrainerCallback):
         else:
             check_output_head(self._session)
         if self._session.recipe.distills:
-            check_heads(self._session)
+            check_heads(self._session, _first_rows(self._session))
         self._check()
         if self._session.recipe.data.packing or self._session.attention in attention.VARLEN:
             check_isolation(self._session)
@@ -184,23 +182,6 @@ def check_parts(session: Session) -> None:
         )
 
 
-def check_heads(session: Session) -> None:
-    """Asks student and teacher whether the fused output head is what they compute: the logits of both are made of what
-    it reads.
-
-    Raises:
-        UserError: If it is not.
-    """
-    trainer = session.trainer
-    student, teacher = trainer.output_head, trainer.teacher
-    compute = getattr(torch, teacher_dtype(session.recipe.of_teacher))
-    with teacher.alone():
-        difference, reason = head_choice.compare(teacher.model, _first_rows(session), teacher.head, compute, True)
-    kinds = [each.config.model_type for each in (session.module, teacher.model)]
-    require_fused(HeadChoice(student.fused, reason="it is not what this model computes"), "model.path", kinds[0])
-    require_fused(HeadChoice(difference <= 1, reason=reason), "distillation.teacher.path", kinds[1])
-
-
 def _first_rows(session: Session) -> dict[str, Any]:
     """The beginning of the first two rows as a batch, all whose tokens are trained."""
     trainer, prepared = session.trainer, session.prepared
@@ -277,7 +258,7 @@ def read(trainer: Any) -> EngineState:
     if frozen:
         state["frozen_dtype"] = _dtypes(frozen)
     if isinstance(trainer, DistillationTrainer):
-        state |= _teacher(trainer.teacher.model)
+        state |= state_of(trainer.teacher.model)
     if moments := moments_of(optimizer):
         state["moments_dtype"] = _dtypes(moments)
     if deepspeed:
@@ -298,16 +279,6 @@ def read(trainer: Any) -> EngineState:
         accumulation = trainer.accelerator.gradient_state.plugin_kwargs
         state |= _fsdp(model) | {"sync_each_batch": accumulation.get("sync_each_batch", False)}
     return EngineState(**state)
-
-
-def _teacher(model: Any) -> dict[str, Any]:
-    moving = [each for module in model.modules() if module.training for each in module.parameters(recurse=False)]
-    learning = {id(each): each for each in (*moving, *(each for each in model.parameters() if each.requires_grad))}
-    return {
-        "teacher_dtype": _dtypes(model.get_input_embeddings().parameters()),
-        "teacher_quantization": coverage.stored_form(model),
-        "teacher_trained": sum(map(_numel, learning.values())),
-    }
 
 
 def _micro_batch_size(sampler: Any) -> int:

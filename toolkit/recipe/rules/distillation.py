@@ -12,6 +12,7 @@ from toolkit.recipe.distillation import DISTILLATION
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.rules.inputs import is_local, no_folder
 from toolkit.recipe.schema import Model, Recipe
+from toolkit.recipe.teaching import of_teacher
 
 _TEACHER = "distillation.teacher"
 
@@ -23,7 +24,7 @@ def distillation_keys(recipe: Recipe) -> Iterable[str]:
 
 def _taught(recipe: Recipe) -> Model | None:
     """The teacher as a model, where the recipe has one and reads it."""
-    teaches = recipe.of_teacher
+    teaches = of_teacher(recipe)
     return teaches.model if teaches else None
 
 
