@@ -96,6 +96,18 @@ def test_loss_and_gradients_are_those_of_all_logits(name: str) -> None:
         assert distance < 1e-5, key
 
 
+def test_a_teacher_computes_in_its_own_type_within_a_student_of_16_bits() -> None:
+    session = set_up(*DISTILL, "precision=bf16", "distillation.teacher.dtype=fp32", "distillation.beta=1")
+    loss, _ = loss_and_gradients(session)
+    with torch.autocast("cpu", torch.bfloat16):
+        student, _, labels = all_logits(session)
+    _, teacher, _ = all_logits(session)
+    assert teacher.dtype == torch.float32
+    wanted = written_out(student.float(), teacher, labels, beta=1.0).mean().item()
+    rounded = written_out(student.float(), teacher.bfloat16().float(), labels, beta=1.0).mean().item()
+    assert abs(loss - wanted) < 0.2 * abs(rounded - wanted)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_the_loss_is_trls(beta: float) -> None:
     gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer")

@@ -39,7 +39,6 @@ ELSEWHERE = {
     "recipe/teaching": "train/test_distillation",
     "models/distillation": "train/test_distillation",
     "models/teacher": "train/test_distillation",
-    "planner/memory/teacher": "train/test_distillation",
     "report/teacher": "train/test_distillation",
     "train/rollouts": "train/test_policy",
     "planner/generation": "train/test_policy",

@@ -118,7 +118,8 @@ class Divergence:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `cpu_head.Criterion`."""
         settings, common = self._settings, self._common
-        with torch.no_grad():
+        # The student's forward pass, within which this is called, may compute in fewer bits than the teacher.
+        with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
             known, own = self._teacher.at(rows, common), logits[:, :common]
             self.figures[rows, 1] = known.argmax(1).eq(own.argmax(1)).float()
             whole = logits.log_softmax(1)
