@@ -411,7 +411,7 @@ def test_the_answers_that_judged_rows_borrow_are_planned_as_evaluations(traced: 
 
 def test_a_teacher_is_counted_whole_on_each_device_with_its_pass() -> None:
     """Qwen3 8B: 8.19 billion parameters in 16 bits, or its layers in 4; the student may be sharded, it is not."""
-    name, alone = "qwen3_0_6b_distill_from_8b", "objective=sft ~distillation.teacher".split()
+    name, alone = "qwen3_0_6b_distill_from_8b", ["objective=sft", "~distillation.teacher"]
 
     def planned(*overrides: str, hardware: str = "h100x8") -> Plan:
         return estimate(load_checked(name, overrides).recipe, name, find(hardware), advice=False)

@@ -293,7 +293,7 @@ _CPU = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 @pytest.mark.parametrize(
     ("strategy", "batch", "held"),
     [
-        # In thousands of bytes: gradients and what the engine has beside, in each of `PHASES` but generation and teacher.
+        # In thousands of bytes: gradients and what the engine has beside, by `PHASES` but generation and teacher.
         ("ddp", {}, "0+18000 2000+18000 2000+18000 18000+18000 0+18000 0+20000 0+18000"),
         ("ddp", _TWICE, "0+18000 20000+18000 20000+18000 18000+18000 0+18000 0+20000 0+18000"),
         ("zero1", {}, "18000+0 18000+0 27000+18000 27000+0 18000+0 18000+9000 18000+0"),
