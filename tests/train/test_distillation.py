@@ -202,7 +202,9 @@ def test_models_whose_logits_are_capped_learn_and_teach() -> None:
     loss, _ = loss_and_gradients(session)
     student, teacher, labels = all_logits(session)
     assert loss == pytest.approx(written_out(student, teacher, labels).mean().item(), rel=1e-5)
-    taught = set_up(
-        "objective=distillation", "distillation.teacher.path=gemma", "distillation.teacher.quantization=nf4"
-    )
+    other = [*DISTILL, "distillation.teacher.path=gemma", "distillation.teacher.quantization=nf4"]
+    with pytest.raises(UserError, match=r"caps its attention logits.*\n.*model.attention to one of: eager"):
+        set_up(*other)
+    taught = set_up(*other, "model.attention=eager")
     assert loss_and_gradients(taught)[0] > 0
+    assert taught.trainer.teacher.model.model.layers[0].mlp.up_proj.weight.quant_state.quant_type == "nf4"

@@ -136,13 +136,16 @@ def load_teacher(source: ModelSource, backend: str, available: dict[str, str], c
     """
     recipe = source.recipe
     types = dtypes(recipe)
-    try:
-        attention.resolve(backend, source.config.to_dict(), teacher_dtype(recipe), available)
-    except UserError as error:
+    config, computes = source.config.to_dict(), teacher_dtype(recipe)
+    if why := attention.unfit(backend, config, computes):
+        fit = [name for name, ok in available.items() if ok == "ok" and not attention.unfit(name, config, computes)]
         raise UserError(
-            f"{_HERE}.path: the teacher does not attend as the student does: {error.what}",
-            "set model.attention to a kind that both have, or distillation.teacher.dtype=auto",
-        ) from error
+            f"{_HERE}.path: the teacher cannot attend as the student does, by {backend}: {why}",
+            f"set model.attention to one of: {', '.join(fit)}",
+        )
+    if backend in attention.VARLEN and place.type != "cpu" and computes == "float32":
+        what = f"{_HERE}.dtype: attention by {backend} computes in 16 bits, and the teacher would in fp32"
+        raise UserError(what, f"set {_HERE}.dtype=auto, or model.attention=sdpa")
     with _of_teacher(), _whole():
         model: Any = source.load(types, backend)
         require_quantized(model, recipe)
