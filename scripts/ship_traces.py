@@ -22,6 +22,7 @@ from toolkit.planner.trace.store import SHIPPED
 from toolkit.recipe import Recipe, compilation, list_recipes, load, model_configs, shipped_recipes
 from toolkit.recipe.rules import check
 from toolkit.recipe.sections import ActivationCheckpointing
+from toolkit.recipe.teaching import of_teacher
 
 _METHODS: tuple[Mapping[str, Any], ...] = (
     {"name": "full"},
@@ -62,6 +63,11 @@ def settings() -> dict[str, Setting]:
                         if device == _NEW and _compiles(decided, config):
                             compiled = dataclasses.replace(each, compiled=True)
                             found[compiled.key()] = compiled
+                        if teaches := of_teacher(decided):
+                            theirs = model_configs.config_of(teaches.model)
+                            assert theirs is not None, "teachers of shipped recipes are bundled"
+                            taught = setting_of(teaches, theirs, device[0], backend, layout)
+                            found[taught.key()] = taught
     return found
 
 

@@ -487,6 +487,18 @@ SHARDED = {"parameters": "sharded", "gradients": "sharded", "optimizer_state": "
         (1, {"activation_checkpointing": {"mlp_tiles": 4}}, {"mlp_tiles": 4}),
         (1, {"precision": "fp32"}, {"autocast": "none"}),
         (1, {"precision": "fp8"}, {"fp8_products": "tensorwise"}),
+        *(
+            (
+                2,
+                {"objective": "distillation", "strategy": {"name": "zero3"}, "distillation": {"teacher": teacher}},
+                {**ZERO_ON_TWO, **SHARDED, "zero_stage": 3, "teacher_trained": 0, **stored},
+            )
+            for teacher, stored in (
+                ({"path": "a/c"}, {"teacher_dtype": "bfloat16", "teacher_quantization": "none"}),
+                ({"path": "a/c", "dtype": "fp32"}, {"teacher_dtype": "float32", "teacher_quantization": "none"}),
+                ({"path": "a/c", "quantization": "nf4"}, {"teacher_dtype": "bfloat16", "teacher_quantization": "nf4"}),
+            )
+        ),
         (1, {"precision": "fp8_rowwise"}, {"fp8_products": "rowwise"}),
         (1, {"optimizer": {"name": "adamw_8bit"}}, {"moments_dtype": None}),
         (1, {"optimizer": {"name": "adafactor"}}, {"moments_dtype": None}),

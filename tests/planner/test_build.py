@@ -13,7 +13,7 @@ from toolkit.common import UserError, bytes_text
 from toolkit.data.statistics import DataStatistics
 from toolkit.planner.build import estimate, fit
 from toolkit.planner.hardware import find
-from toolkit.planner.plan import Disk, Host, Memory, Range
+from toolkit.planner.plan import Disk, Host, Memory, Plan, Range
 from toolkit.planner.trace import store
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.setting import Setting
@@ -407,3 +407,26 @@ def test_the_answers_that_judged_rows_borrow_are_planned_as_evaluations(traced: 
     reference = kto.work.total_seconds.value - 10 * kto.work.step_seconds.value
     before = sft.work.total_seconds.value - 10 * sft.work.step_seconds.value
     assert 0 < reference - before < 10 * kto.work.step_seconds.value
+
+
+def test_a_teacher_is_counted_whole_on_each_device_with_its_pass() -> None:
+    """Qwen3 8B: 8.19 billion parameters in 16 bits, or its layers in 4; the student may be sharded, it is not."""
+    name, alone = "qwen3_0_6b_distill_from_8b", ["objective=sft", "~distillation.teacher"]
+
+    def planned(*overrides: str, hardware: str = "h100x8") -> Plan:
+        return estimate(load_checked(name, overrides).recipe, name, find(hardware), advice=False)
+
+    whole, quantized = planned(), planned("distillation.teacher.quantization=nf4")
+    sharded, without = planned("strategy.name=zero3"), planned(*alone)
+    for plan in (whole, sharded):
+        assert all(phase["teacher"] >= 2 * 8.19e9 for phase in plan.memory[0].phases.values())
+        assert plan.memory[0].phases["resume"]["teacher"] == pytest.approx(2 * 8.19e9, rel=0.01)
+    # 0.52 bytes of 6.95 billion in layers, and two bytes of 1.24 billion in embeddings and head.
+    stored = 0.516 * 6.95e9 + 2 * 1.24e9
+    assert quantized.memory[0].phases["resume"]["teacher"] == pytest.approx(stored, rel=0.02)
+    assert "teacher" in whole.memory[0].phases and "teacher" not in without.memory[0].phases
+    # Two FLOPs for each parameter and token, but for embeddings; attention comes on top.
+    asked = whole.work.hardware_flops_per_step - without.work.hardware_flops_per_step
+    assert 1.0 < asked / (2 * (8.19e9 - 0.62e9) * whole.work.tokens_per_step) < 1.15
+    assert whole.work.model_flops_per_step == without.work.model_flops_per_step
+    assert whole.work.step_seconds.value > 1.5 * without.work.step_seconds.value

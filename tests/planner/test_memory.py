@@ -48,6 +48,7 @@ _CASES = {
     "gemma_lora": ["model.path=gemma", *LORA],
     "gpt2": ["model.path=gpt2"],
     "moe": ["model.path=moe"],
+    "llama_taught": ["objective=distillation", "distillation.teacher.path=qwen"],
     "blenderbot": _PAIRS,
 }
 _MORE_CASES = {
@@ -73,6 +74,10 @@ _MORE_CASES = {
     "moe_nf4": ["model.path=moe", *NF4],
     "moe_fp8": ["model.path=moe", *FP8],
     "llama_int4": INT4,
+    "gemma_taught_in_nf4": [
+        *("model.path=gemma", "objective=distillation", "distillation.teacher.path=qwen", *LORA, *_BF16),
+        *("distillation.teacher.quantization=nf4", "distillation.beta=0.5", "distillation.ce_share=0.5"),
+    ],
     "moe_int4": ["model.path=moe", *INT4],
     "qwen_fp8_checkpointing": ["model.path=qwen", "activation_checkpointing=full", *FP8],
 }
@@ -234,7 +239,7 @@ def test_each_stage_divides_more_of_the_states():
 
 def test_phases_and_parts_are_those_of_the_result_and_add_up():
     (rank,) = _planned(strategy={"name": "zero2"}).memory
-    assert set(rank.phases) == set(PHASES) - {"generation"}, "no answers are generated"
+    assert set(rank.phases) == set(PHASES) - {"generation", "teacher"}, "no answers are generated, and nobody teaches"
     assert all(set(parts) <= set(PARTS) for parts in rank.phases.values())
     assert rank.allocated == max(sum(parts.values()) for parts in rank.phases.values())
     assert rank.allocated < rank.reserved.low < rank.reserved.value < rank.reserved.high < rank.total.high
@@ -288,7 +293,7 @@ _CPU = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 @pytest.mark.parametrize(
     ("strategy", "batch", "held"),
     [
-        # In thousands of bytes: gradients and what the engine has beside, in each of `PHASES` but generation.
+        # In thousands of bytes: gradients and what the engine has beside, by `PHASES` but generation and teacher.
         ("ddp", {}, "0+18000 2000+18000 2000+18000 18000+18000 0+18000 0+20000 0+18000"),
         ("ddp", _TWICE, "0+18000 20000+18000 20000+18000 18000+18000 0+18000 0+20000 0+18000"),
         ("zero1", {}, "18000+0 18000+0 27000+18000 27000+0 18000+0 18000+9000 18000+0"),
@@ -332,7 +337,7 @@ def test_what_each_engine_holds_of_four_layers_in_each_phase(strategy, batch, he
     strategy = {"name": strategy} if isinstance(strategy, str) else strategy
     sizes = {"seq_len": 1024, "global_batch_size": 8, "micro_batch_size": 1, **batch}
     phases = _planned(strategy=strategy, batch=sizes).memory[0].phases
-    there = [phases[phase] for phase in PHASES if phase != "generation"]
+    there = [phases[phase] for phase in PHASES if phase not in ("generation", "teacher")]
     parts = [[round(each.get(part, 0) / 1000) for part in ("gradients", "engine")] for each in there]
     assert " ".join(f"{gradients}+{engine}" for gradients, engine in parts) == held
 

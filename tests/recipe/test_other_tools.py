@@ -114,7 +114,19 @@ def test_keys_that_several_values_stand_for_lead_to_all_of_them() -> None:
     assert {key: translated_keys()[key] for key in keys} == keys
 
 
-OBJECTIVES = ("sft", "language_modelling", "dpo", "cpo", "orpo", "simpo", "kto", "grpo", "rloo", "reward")
+OBJECTIVES = (
+    "sft",
+    "language_modelling",
+    "dpo",
+    "cpo",
+    "orpo",
+    "simpo",
+    "kto",
+    "grpo",
+    "rloo",
+    "distillation",
+    "reward",
+)
 LORA = "write method: {name: lora, quantization: "
 ANSWERS: list[tuple[str, Any, str]] = [
     *(("load_in_4bit", True, LORA + "nf4}"), ("load_in_4bit", False, "write method.quantization: none")),

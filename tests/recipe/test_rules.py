@@ -16,6 +16,7 @@ from recipes import BASE
 from toolkit.recipe import Recipe, RecipeError
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.rules import RULES, check, load_checked, warnings_of_length
+from toolkit.recipe.rules.distillation import DISTILLATION_RULES
 from toolkit.recipe.rules.expert import EXPERT_RULES
 from toolkit.recipe.rules.heads import HEAD_RULES
 from toolkit.recipe.rules.ignored import IGNORED_RULES
@@ -37,15 +38,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("recipes").mkdir()
     Path("existing").mkdir()
     Path("bare").mkdir()
-    for name in ("adapter", "both"):
-        Path(name).mkdir()
+    for name in ("adapter", "both", "runs/adapted/final"):
+        Path(name).mkdir(parents=True)
         Path(name, "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}')
-    for file in ("m.gguf", "existing/own.gguf", "bare/own.gguf", "own.jinja"):
+    for file in ("runs/adapted/manifest.json", "m.gguf", "existing/own.gguf", "bare/own.gguf", "own.jinja"):
         Path(file).touch()
     vocabulary = {str(number): number for number in range(49_160)}
     for name, model, added in (
         ("larger", {"vocab": vocabulary}, []),
         ("grown", {"vocab": [["a", 0.5]]}, [{"id": 49_152, "content": "<tool>"}]),
+        ("resized", {"vocab": {"a": 0, "b": 1}}, []),
+        ("renamed", {"vocab": {"a": 0, "c": 1}}, []),
     ):
         Path(name).mkdir()
         Path(name, "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
@@ -57,6 +60,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         *((name, {"model_type": "llama"}) for name in ("existing", "both", "rounded", "complex")),
         ("larger", {"model_type": "llama", "vocab_size": 49_152}),
         ("resized", {"model_type": "llama", "vocab_size": 49_153}),
+        ("renamed", {"model_type": "llama", "vocab_size": 49_153}),
         ("encoder", {"model_type": "roberta", "is_decoder": False}),
         ("decoder", {"model_type": "roberta", "is_decoder": True}),
     ):
@@ -95,7 +99,8 @@ def test_rule_refuses_and_its_fix_is_valid(rule: str, breaks: list[str], fix: li
 
 def test_every_rule_has_a_case_and_names_are_unique() -> None:
     rooms = (INPUT_RULES, METHOD_RULES, TRAINING_RULES, STRATEGY_RULES, PARALLEL_RULES, EXPERT_RULES)
-    rooms += (PIPELINE_RULES, PREFERENCE_RULES, REINFORCEMENT_RULES, HEAD_RULES, IGNORED_RULES, UNUSUAL_RULES)
+    rooms += (PIPELINE_RULES, PREFERENCE_RULES, REINFORCEMENT_RULES, DISTILLATION_RULES, HEAD_RULES)
+    rooms += (IGNORED_RULES, UNUSUAL_RULES)
     assert len(RULES) == sum(map(len, rooms))
     assert set(RULES) == {rule for rule, _, _ in CASES}
 

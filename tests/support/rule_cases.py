@@ -24,6 +24,9 @@ DPO = ["objective=dpo"]
 GRPO = ["objective=grpo", "rewards.numeric=true"]
 RLOO = ["objective=rloo", "rewards.numeric=true", "policy.beta=0"]
 OWN = "rewards.file=own.py"
+DISTILLS = "objective=distillation"
+TEACHER = "distillation.teacher.path"
+TAUGHT = [DISTILLS, f"{TEACHER}=a/b"]
 LABELS = ["objective=classification"]
 REWARD = ["objective=reward"]
 TILES = "activation_checkpointing.mlp_tiles=4"
@@ -626,6 +629,46 @@ CASES = [
     ("reinforcement-tensor", [*GRPO, *DDP, "parallel.tensor=3"], ["~parallel.tensor"]),
     ("reinforcement-expert", [*GRPO, *EXPERTS], ["~parallel.expert"]),
     ("preference-packing", [*GRPO, "data.packing=true"], ["data.packing=false"]),
+    ("distillation-objective", ["distillation.beta=0.5"], ["~distillation.beta"]),
+    ("distillation-objective", [f"{TEACHER}=a/b"], ["~distillation.teacher"]),
+    ("distillation-objective", [f"{TEACHER}=a/b"], [DISTILLS]),
+    ("teacher-none", [DISTILLS], [f"{TEACHER}=Qwen/Qwen3-8B"]),
+    ("teacher-no-folder", [DISTILLS, f"{TEACHER}=./nowhere"], [f"{TEACHER}=existing"]),
+    ("teacher-no-folder", [DISTILLS, f"{TEACHER}=m/x.gguf"], [f"{TEACHER}=a/b"]),
+    ("teacher-is-adapter", [DISTILLS, f"{TEACHER}=adapter"], [f"{TEACHER}=existing"]),
+    ("teacher-is-adapter", [DISTILLS, f"{TEACHER}=runs/adapted"], [f"{TEACHER}=existing"]),
+    (
+        "teacher-revision-local",
+        [DISTILLS, f"{TEACHER}=existing", "distillation.teacher.revision=main"],
+        ["~distillation.teacher.revision"],
+    ),
+    *(
+        ("teacher-code-unpinned", [*TAUGHT, "distillation.teacher.trust_remote_code=true"], [fix])
+        for fix in (
+            f"distillation.teacher.revision={'0123abcd' * 5}",
+            "distillation.teacher.trust_remote_code=false",
+        )
+    ),
+    ("teacher-architecture", [DISTILLS, f"{TEACHER}=encoder"], [f"{TEACHER}=decoder"]),
+    (
+        "teacher-architecture",
+        [DISTILLS, "seq_len=128", f"{TEACHER}=facebook/blenderbot-400M-distill"],
+        [f"{TEACHER}=a/b"],
+    ),
+    ("teacher-positions", [DISTILLS, f"{TEACHER}=openai-community/gpt2-xl"], ["batch.seq_len=1024"]),
+    (
+        "teacher-vocabulary",
+        [DISTILLS, "model=renamed", f"{TEACHER}=resized"],
+        [f"{TEACHER}=existing"],
+    ),
+    ("teacher-new-tokens", [*TAUGHT, TOKENS], ["~model.new_tokens"]),
+    ("teacher-itself", [DISTILLS, "model=a/b", f"{TEACHER}=a/b"], [f"{TEACHER}=a/c"]),
+    ("teacher-itself", [DISTILLS, "model=a/b", f"{TEACHER}=a/b"], ["method=qlora"]),
+    ("distillation-sequence", [*TAUGHT, *DDP, *SHARED], ["~parallel.sequence"]),
+    ("distillation-context", [*TAUGHT, *DDP, *GATHERED], ["~parallel.context"]),
+    ("distillation-tensor", [*TAUGHT, *PARTS], ["~parallel.tensor"]),
+    ("distillation-expert", [*TAUGHT, *EXPERTS], ["~parallel.expert"]),
+    ("distillation-pipeline", [*TAUGHT, *PIPED], ["~parallel.pipeline"]),
     ("best-accuracy", [*EVALUATED, "checkpoint.keep_best=eval_accuracy"], ["checkpoint.keep_best=eval_loss"]),
     ("best-accuracy", [*EVALUATED, "checkpoint.keep_best=eval_accuracy"], ["objective=dpo"]),
     (

@@ -118,7 +118,7 @@ def prepare(
     train = _open(data.training_sources(), data.streaming)
     held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
     fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, vocab_size, train + held_out)
-    task = Task(recipe.objective, data.train_on, bool(tokenizer.chat_template), recipe.rollout.system)
+    task = Task(recipe.rows_for, data.train_on, bool(tokenizer.chat_template), recipe.rollout.system)
     train_on = "all" if task.objective == "language_modelling" else data.train_on
     encoder = Encoder(tokenizer, train_on, stop_token_ids, data.chat_template_kwargs, vocab_size)
     chunker = Chunker(encoder, recipe.longest_row, data.over_long)
@@ -255,7 +255,7 @@ def _build(
     named = recipe.model.chat_template
     template = f"`model.chat_template: {named}`" if named else "the tokenizer's"
     audit = auditing.Audit(
-        objective=recipe.objective,
+        objective=recipe.rows_for,
         scope=f"the first {AUDITED_ROWS:,} rows of every source" if data.streaming else "",
         sources=sources,
         train=tokens.measure(sides["train"]),
@@ -443,7 +443,7 @@ def _fingerprint(
         "version": CODE_VERSION,
         "data": recipe.data.model_dump(exclude={"num_proc", "num_workers", "sources", "eval_sources"}),
         "sources": [[reader.source.model_dump(), reader.fingerprint()] for reader in readers],
-        "objective": recipe.objective,
+        "objective": recipe.rows_for,
         "seq_len": recipe.batch.seq_len,
         "vocab_size": vocab_size,
         "seed": recipe.seed,

@@ -73,7 +73,7 @@ class _Counter:
         import tokenizers
 
         # Whether the tokenizer has a template is not known without it; most have one.
-        self.task = Task(recipe.objective, recipe.data.train_on, True, recipe.rollout.system)
+        self.task = Task(recipe.rows_for, recipe.data.train_on, True, recipe.rollout.system)
         self._count_of, self._answer = recipe.answers, recipe.rollout.max_completion_tokens
         file = model_configs.tokenizer_file(recipe.model)
         self._tokenizer, self.how = None, ", at four characters a token because the tokenizer is not on this disk"

@@ -165,7 +165,7 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
         "data": data.model_dump(exclude={"num_proc", "num_workers"}),
         "model": model.model_dump(include={"path", "revision", "gguf_file", "tokenizer", "chat_template"}),
         **({"new_tokens": model.new_tokens} if model.new_tokens else {}),
-        "objective": recipe.objective,
+        "objective": recipe.rows_for,
         "seq_len": recipe.batch.seq_len,
         "seed": recipe.seed,
         **({"rollout": recipe.rollout.model_dump(mode="json")} if recipe.reinforces else {}),

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from toolkit.common import Partial
-from toolkit.distributed.engines import dtypes, reshards_after_forward
+from toolkit.distributed.engines import dtypes, reshards_after_forward, teacher_dtype
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.stages import runs_as
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import FP8_SCALING
+from toolkit.recipe.teaching import of_teacher
 
 Spread = Literal["whole", "sharded"]
 
@@ -89,6 +90,11 @@ class EngineState(Partial):
     """Modules whose forward is one of Liger's kernels."""
     num_workers: int | None = None
     """Processes that make batches ahead."""
+    teacher_dtype: str | None = None
+    """Type of the embeddings of a teacher."""
+    teacher_quantization: str | None = None
+    teacher_trained: int | None = None
+    """Parameters of a teacher that get gradients, or are in training mode."""
     compiled_graphs: int | None = None
     """How many graphs that took so far."""
 
@@ -149,6 +155,9 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
     if parallel.pipeline > 1:
         state |= {"engine": "pipeline"}
         state["schedule"] = runs_as(parallel.schedule, parallel.stages, layout.gradient_accumulation_steps)
+    if teaches := of_teacher(recipe):
+        state |= {"teacher_dtype": teacher_dtype(teaches), "teacher_quantization": teaches.method.quantization}
+        state["teacher_trained"] = 0
     if recipe.tf32 != "auto":
         state["tf32"] = recipe.tf32
     traits = recipe.optimizer.traits

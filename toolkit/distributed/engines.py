@@ -66,6 +66,16 @@ def dtypes(recipe: Recipe) -> Dtypes:
     )
 
 
+def teacher_dtype(teaches: Recipe) -> str:
+    """The torch dtype in which a teacher computes: that of its weights, or of what quantized ones stand for.
+
+    Args:
+        teaches: See `teaching.of_teacher`.
+    """
+    types = dtypes(teaches)
+    return types.load if teaches.method.quantization == "none" else types.compute
+
+
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 

@@ -13,7 +13,7 @@ of exponentials and the label's logit are reduced over them (Shoeybi et al. 2019
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +28,11 @@ from toolkit.models.tensor_parallel import Part
 
 CHUNK = 256
 """Tokens whose logits are there at a time: more make the products no faster."""
+JUDGED = 512
+"""The same on a GPU where a criterion holds several copies of them."""
+Criterion = Callable[[slice, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor | None]]
+"""Given which tokens (N), their logits (N, V), their labels (N, 1) and whether a gradient is wanted: minus the losses
+(N) of tokens, and the gradient of the losses' sum by the logits."""
 
 
 @contextlib.contextmanager
@@ -52,6 +57,11 @@ def scored_in_parts(labels: torch.Tensor, part: Part, alike: bool = True) -> Ite
         yield
 
 
+def judged_by(criterion: Criterion, labels: torch.Tensor) -> Any:
+    """What takes the place of TRL's autograd function for TRL's fused head to score tokens by another criterion."""
+    return _Head(labels.ne(IGNORE).flatten(), criterion=criterion)
+
+
 @dataclass(frozen=True)
 class _Head:
     """Takes the place of TRL's autograd function.
@@ -60,11 +70,13 @@ class _Head:
         trained: Which of the tokens have a label.
         alike: See `scored_on_cpu`.
         part: What this process has of the vocabulary, if not all of it.
+        criterion: By what tokens are scored, if not by the log-probabilities of their labels.
     """
 
     trained: torch.Tensor
     alike: bool = True
     part: Part | None = None
+    criterion: Criterion | None = None
 
     def apply(
         self,
@@ -94,7 +106,8 @@ class _Head:
         ]
         place = hidden.device
         autocast = torch.get_autocast_dtype(place.type) if torch.is_autocast_enabled(place.type) else None
-        rest = _Rest(targets, self.trained, softcap, scale, temperature, self.part, autocast or hidden.dtype)
+        compute = autocast or hidden.dtype
+        rest = _Rest(targets, self.trained, softcap, scale, temperature, self.part, compute, self.criterion)
         log_probs = _LogProbs.apply(hidden, weight, bias, rest, wanted, self.alike)
         return log_probs, None, None, None, None
 
@@ -110,6 +123,7 @@ class _Rest:
     temperature: float
     part: Part | None
     compute: torch.dtype
+    criterion: Criterion | None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -170,15 +184,15 @@ def _scored(
     (tokens, _), vocabulary = hidden.shape, len(weight)
     matrix, exact = weight.to(compute), compute == torch.float32
     on_cpu = _is_cpu(place)
-    chunk = CHUNK if on_cpu else chunked_logprob.TOKEN_CHUNK_SIZE
+    chunk = CHUNK if on_cpu else JUDGED if rest.criterion else chunked_logprob.TOKEN_CHUNK_SIZE
     log_probs = torch.empty(tokens, dtype=torch.float32, device=place)
     # Of minus the log-probabilities; sums over tokens in fp32.
     to_hidden = torch.empty_like(hidden, dtype=compute) if wanted[0] else None
     to_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
     to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
-    tile, scores = (
-        torch.empty((min(tokens, chunk), vocabulary), dtype=each, device=place) for each in (compute, torch.float32)
-    )
+    size = (min(tokens, chunk), vocabulary)
+    tile = torch.empty(size, dtype=compute, device=place)
+    scores = torch.empty((0, 0) if rest.criterion else size, dtype=torch.float32, device=place)
 
     def score(rows: slice) -> None:
         """Of some tokens; what is made for them is gone before the next ones."""
@@ -194,7 +208,12 @@ def _scored(
             logits = capped * rest.softcap
         if rest.temperature != 1:
             logits = logits / rest.temperature
-        if rest.part is None:
+        if rest.criterion:
+            log_probs[rows], found = rest.criterion(rows, logits, labels, any(wanted))
+            if found is None:
+                return
+            gradient = found
+        elif rest.part is None:
             gradient = torch.log_softmax(logits, -1, out=scores[: len(states)])
             log_probs[rows] = gradient.gather(1, labels)[:, 0]
             ones = torch.full_like(labels, -1, dtype=torch.float32)
@@ -202,9 +221,10 @@ def _scored(
             gradient, log_probs[rows], labels, ones = _over_parts(logits, labels, rest.part, scores[: len(states)])
         if not any(wanted):
             return
-        if rest.part is None:
-            gradient.exp_()
-        gradient.scatter_add_(1, labels, ones)
+        if not rest.criterion:
+            if rest.part is None:
+                gradient.exp_()
+            gradient.scatter_add_(1, labels, ones)
         if factors is not None:
             gradient.mul_(factors[rows, None])
         if rest.temperature != 1:

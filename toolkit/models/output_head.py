@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional as F
@@ -56,7 +57,11 @@ class OutputHead:
         selects: Whether the model's own forward may be given trained positions alone.
         alike: Whether the loss is a sum over all labels, each of which counts as much as the others.
         temperature: By what logits are divided before labels are scored.
+        scorer: Where the fused head scores otherwise: given the labels (1, positions) of what is scored, what takes the
+            place of TRL's autograd function.
     """
+
+    scorer: Callable[[torch.Tensor], Any] | None = None
 
     def __init__(self, model: Any, choice: HeadChoice) -> None:
         self.fused, self.selects, self.alike, self.temperature = choice.fused, choice.selects, True, choice.temperature
@@ -84,7 +89,7 @@ class OutputHead:
         """Scores labels of a batch, of which `forward` has got all else."""
         if positions is None:
             assert self.fused, "the model's own forward scores the positions of a collator"
-            with _scoring(module, labels[:, 1:], self.alike):
+            with self._scoring(module, labels[:, 1:]):
                 return forward(fused_lm_head=True, labels=labels)
         # The first token of a row is never trained, so the last one of the row before has no label.
         following = at(labels.roll(-1), positions)
@@ -94,9 +99,16 @@ class OutputHead:
             return from_logits(outputs, following, self.temperature)
         with _only(module.base_model, positions):
             if self.fused:
-                with _scoring(module, following, self.alike):
+                with self._scoring(module, following):
                     return forward(fused_lm_head=True, shift_labels=following)
             return from_logits(forward(), following, self.temperature)
+
+    def _scoring(self, module: Any, labels: torch.Tensor) -> Any:
+        """The way in which the fused head scores these labels, while this context lasts."""
+        if self.scorer:
+            return patch.object(trl_utils, "_ChunkedLogProbFunction", self.scorer(labels))
+        part = getattr(module.get_output_embeddings(), "vocabulary_part", None)
+        return scored_in_parts(labels, part, self.alike) if part else scored_on_cpu(labels, self.alike)
 
     def plain(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What of a batch the model's own forward takes."""
@@ -105,12 +117,6 @@ class OutputHead:
     def following(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Labels (1, positions) of what is scored."""
         return at(batch["labels"].roll(-1), batch["label_positions"])
-
-
-def _scoring(module: Any, labels: torch.Tensor, alike: bool) -> Any:
-    """The way in which the fused head scores these labels, while this context lasts."""
-    part = getattr(module.get_output_embeddings(), "vocabulary_part", None)
-    return scored_in_parts(labels, part, alike) if part else scored_on_cpu(labels, alike)
 
 
 def _only(backbone: Any, positions: torch.Tensor) -> Any:

@@ -42,6 +42,7 @@ from toolkit.planner.trace.store import Tracing
 from toolkit.planner.trace.types import Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe, compilation, model_configs
+from toolkit.recipe.teaching import of_teacher
 
 __all__ = ["decide", "estimate", "estimate_layouts", "run_folder_bytes"]
 
@@ -70,7 +71,11 @@ class _Question:
         if trace is None:
             return None
         require_quantized(recipe, trace)
-        workload = Workload(recipe, layout, hardware, trace, heads=model_configs.attention_widths(self.config))
+        taught = self._teacher(recipe, hardware, backend, layout, fullest, may_trace)
+        if taught is None and of_teacher(recipe):
+            return None
+        heads = model_configs.attention_widths(self.config)
+        workload = Workload(recipe, layout, hardware, trace, heads=heads, teacher=taught)
         experts = model_configs.experts(self.config)
         if recipe.reinforces:
             workload = dataclasses.replace(workload, cache=cache_of(self.config, trace.whole(), longest))
@@ -103,6 +108,7 @@ class _Question:
         largest = dataclasses.replace(
             workload,
             layout=fullest,
+            teacher=taught and dataclasses.replace(taught, layout=fullest, longest=longest),
             trace=self._of_compiled(trace, setting, device, may_trace) if compiles == "layers" else trace,
             longest=longest,
             target_len=targets and min(targets, longest),
@@ -151,6 +157,21 @@ class _Question:
             origin=trace.origin,
             notes=[*filter(None, [why]), *notes_of(recipe, hardware, trace, done, self.config)],
         )
+
+    def _teacher(
+        self, recipe: Recipe, hardware: Hardware, backend: str, layout: BatchLayout, fullest: BatchLayout, traces: bool
+    ) -> Workload | None:
+        """The teacher's forward passes over the student's micro-batches; None without one, or without a trace."""
+        teaches = of_teacher(recipe)
+        if teaches is None:
+            return None
+        config = config_of(teaches)
+        setting = setting_of(teaches, config, hardware.device.kind, backend, fullest)
+        trace = store.obtain(setting, self.tracing) if traces else store.find(setting)
+        trace = trace or store.find(setting.in_bf16())
+        if trace is None:
+            return None
+        return Workload(teaches, layout, hardware, trace, experts=model_configs.experts(config))
 
     def _of_compiled(self, trace: Trace, setting: Setting, device: Device, may_trace: bool) -> Trace:
         """The same with what compiled layers keep for the backward pass, which is less. On an H200 (torch 2.11) 1.2B

@@ -16,7 +16,7 @@ Answer = Literal["yes", "tight", "no"]
 """Whether something fits."""
 Kind = Literal["as asked", "nearest", "fastest", "cheapest", "option"]
 """What a piece of advice is best at."""
-PHASES = ("load", "generation", "forward", "backward", "step", "evaluation", "save", "resume")
+PHASES = ("load", "generation", "teacher", "forward", "backward", "step", "evaluation", "save", "resume")
 PARTS = {
     "parameters": "weights of the model as the engine holds them between steps",
     "adapters": "weights of the adapters",
@@ -29,6 +29,7 @@ PARTS = {
     "engine": "buckets, gathered parameters, prefetching and staging of the engine",
     "batch": "token ids, labels, positions, masks",
     "workspace": "cuBLAS and kernels",
+    "teacher": "weights of the teacher that a student learns from, and its hidden states of a micro-batch",
     "cache": "keys and values of the answers that are generated",
 }
 """What the allocator holds, by part."""
@@ -61,8 +62,8 @@ class Memory(Figures):
     ranks: str
     """The ranks that hold this much: `every rank`, `rank 0` or `other ranks`."""
     phases: dict[str, dict[str, int]]
-    """Phase (load, forward, backward, step, evaluation, save, resume) to part to bytes, at the phase's own peak. Parts
-    that hold nothing are left out."""
+    """Phase (load, teacher, forward, backward, step, evaluation, save, resume) to part to bytes, at the phase's own
+    peak. Parts that hold nothing are left out."""
     peak_phase: str
     """The phase with the largest sum."""
     allocated: int

@@ -54,6 +54,10 @@ class Workload:
     cache: int = 0
     """Bytes in 16 bits that the longest sequence keeps while it is generated, where the model is trained on its own
     answers."""
+    teacher: Workload | None = None
+    """The model that is learnt from, where there is one."""
+    experts: tuple[int, int] = (1, 1)
+    """Of a teacher, see `model_configs.experts`."""
     routed: int = 0
     """Scores that a layer's router has for each token, where a pipeline sends them on to be balanced."""
 

@@ -271,6 +271,19 @@ def without_embedding(model: Model, config: Mapping[str, Any]) -> tuple[list[str
     return own, [token for token, number in added.items() if number >= size]
 
 
+def vocabulary(model: Model) -> dict[str, int]:
+    """Every token of a recipe's tokenizer with its number, as far as its `tokenizer.json` is on this disk."""
+    file = tokenizer_file(model)
+    added, own = _tokens(file, file.stat().st_mtime_ns) if file else ({}, {})
+    return own | added
+
+
+def apart(one: Mapping[str, int], other: Mapping[str, int]) -> list[str]:
+    """Tokens that two vocabularies do not both have under the same number, in the order of their numbers."""
+    either = {**other, **one}
+    return sorted((token for token in either if one.get(token) != other.get(token)), key=lambda token: either[token])
+
+
 @functools.cache
 def _tokens(file: Path, modified: int) -> tuple[dict[str, int], dict[str, int]]:
     """Added tokens and the vocabulary of a `tokenizer.json`, with their numbers."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.recipe.base import Place, Section
+from toolkit.recipe.distillation import DISTILLATION, Distillation
 from toolkit.recipe.faults import Faults
 from toolkit.recipe.heads import CLASSIFYING, HEADED
 from toolkit.recipe.parallel import Parallel
@@ -235,6 +236,7 @@ class Recipe(Section):
         "kto",
         "grpo",
         "rloo",
+        "distillation",
         "reward",
         "classification",
         "token_classification",
@@ -243,12 +245,14 @@ class Recipe(Section):
     `seq2seq` the training of encoder-decoders. `dpo`, `cpo`, `simpo` and `orpo` learn from pairs of answers to prefer
     one to the other: `dpo` by how far the model moves from what it was before training, the others without that. `kto`
     learns from single answers, each of which is good or bad. `grpo` and `rloo` learn from rewards of answers that the
-    model itself gives. `reward` learns to score answers from pairs, `classification` to tell the class of a text or a
-    pair of texts, and `token_classification` that of each word."""
+    model itself gives. `distillation` learns what another model, the teacher, would say in place of each token, on the
+    rows of `sft`. `reward` learns to score answers from pairs, `classification` to tell the class of a text or a pair
+    of texts, and `token_classification` that of each word."""
     preference: Preference = Preference()
     rollout: Rollout = Rollout()
     rewards: Rewards = Rewards()
     policy: Policy = Policy()
+    distillation: Distillation = Distillation()
     method: Method = Method()
     precision: Literal["fp32", "fp16", "bf16", "pure_bf16", "fp8", "fp8_rowwise", "auto"] = "bf16"
     """Type in which the model computes. Trained weights keep fp32 masters (`fp16` adds loss scaling), except under
@@ -326,6 +330,16 @@ class Recipe(Section):
         return self.objective in REINFORCED
 
     @property
+    def distills(self) -> bool:
+        """Whether the model learns from a teacher."""
+        return self.objective == DISTILLATION
+
+    @property
+    def rows_for(self) -> str:
+        """The objective by which rows are read, and computed with: a student's are those of `sft`."""
+        return "sft" if self.distills else self.objective
+
+    @property
     def answers(self) -> int:
         """Sequences of a row: two of a pair of answers, and as many as a prompt is given."""
         return self.rollout.num_generations if self.reinforces else 2 if self.pairs else 1
@@ -354,8 +368,9 @@ class Recipe(Section):
 
     @property
     def repositories(self) -> list[str]:
-        """What may be the name of a repository on the hub: of the model, its tokenizer and the data."""
+        """What may be the name of a repository on the hub: of the model, its tokenizer, its teacher and the data."""
         names = [self.model.path, self.model.tokenizer]
+        names += [self.distillation.teacher.path] if self.distillation.teacher else []
         names += [source.path for source in (*self.data.sources, *self.data.eval_sources)]
         return [name for name in names if name]
 

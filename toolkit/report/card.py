@@ -23,10 +23,11 @@ from toolkit.report import page
 from toolkit.report.class_tables import class_tables
 from toolkit.report.load import Record, number, read_run
 from toolkit.report.plan_view import energy_text
-from toolkit.report.rewards import held_out
+from toolkit.report.rewards import MARGIN, held_out
 from toolkit.report.run_page import percent_change
 from toolkit.report.run_view import step_times, token_rates
 from toolkit.report.serving import on_base, transformers_line, vllm_line
+from toolkit.report.teacher import NEARNESS, has_perplexity
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE = re.compile(rf"({'|'.join(map(re.escape, [*KINDS, '.gguf']))})(\.\w+)?$", re.IGNORECASE)
@@ -41,6 +42,7 @@ _OBJECTIVES = {
     "kto": "Kahneman-Tversky optimisation (KTO)",
     "grpo": "group relative policy optimisation (GRPO)",
     "rloo": "REINFORCE leave-one-out (RLOO)",
+    "distillation": "distillation",
     "reward": "reward modelling",
     "classification": "training to classify texts",
     "token_classification": "training to classify words",
@@ -62,6 +64,9 @@ _METRICS = (
     ("eval_accuracy", "accuracy", ""),
     ("eval_macro_f1", "f1", "F1, mean of classes"),
     ("eval_entity_f1", "f1", "F1 of entities"),
+    ("eval_kl", "kl", NEARNESS["eval_kl"]),
+    ("eval_agreement", "agreement", NEARNESS["eval_agreement"]),
+    ("eval_cross_entropy", "cross_entropy", "cross-entropy of the labels"),
     ("eval_reward_margin", "reward_margin", "reward margin"),
     ("eval_bleu", "bleu", "BLEU"),
     ("eval_chrf", "chrf", "chrF"),
@@ -135,7 +140,9 @@ def _metadata(record: Record, recipe: Recipe, base_model: str) -> ModelCardData:
 def _description(recipe: Recipe, base_model: str) -> str:
     sources = ", ".join(dict.fromkeys(_shown(path) for path in _source_paths(recipe)))
     what = f"A {_method(recipe)} adapter for" if recipe.method.name == "lora" else "A fine-tuned version of"
-    return f"{what} {_shown(base_model)}, made by {_OBJECTIVES[recipe.objective]} on {sources}."
+    teacher = recipe.distillation.teacher if recipe.distills else None
+    learnt_from = f" from {_shown(concealed(teacher.path))}" if teacher else ""
+    return f"{what} {_shown(base_model)}, made by {_OBJECTIVES[recipe.objective]}{learnt_from} on {sources}."
 
 
 def _results(record: Record) -> list[tuple[str, str, float | None, float | None]]:
@@ -150,7 +157,7 @@ def _results(record: Record) -> list[tuple[str, str, float | None, float | None]
         ]
     first, last = (
         {key: number(value) for key, value in row.items()}
-        | ({} if "eval_accuracy" in row else {"eval_perplexity": _perplexity(row)})
+        | ({"eval_perplexity": _perplexity(row)} if has_perplexity(row) else {})
         for row in (record.evaluations[0], record.result)
     )
     return [
@@ -174,6 +181,9 @@ def _results_table(record: Record) -> list[tuple[str, ...]]:
     forms = {"loss": "{:.4f}".format, "perplexity": perplexity_text}
     for metric, title, before, after in _results(record):
         texts = ["" if value is None else forms.get(metric, "{:.4g}".format)(value) for value in (before, after)]
+        margins = [number(row.get(f"eval_{metric}{MARGIN}")) for row in (first, last)]
+        if all(margins):  # What is near to a teacher; rewards have texts of their own.
+            texts = [f"{text} ± {margin:.2g}" if text else "" for text, margin in zip(texts, margins, strict=True)]
         change = percent_change(before, after) if metric == "loss" and before is not None and after is not None else ""
         rows.append((title, *texts, change))
     return rows if first is not last else [(row[0], row[2]) for row in rows]
@@ -183,7 +193,7 @@ def _is_chat(folder: Path, record: Record, recipe: Recipe) -> bool:
     """Whether rows were rendered with the chat template: by the audit, else by whether there is one."""
     if record.audit:
         return record.audit.chat_template.needed
-    return recipe.objective in ("sft", *PREFERENCES) and (folder / "chat_template.jinja").is_file()
+    return recipe.rows_for in ("sft", *PREFERENCES) and (folder / "chat_template.jinja").is_file()
 
 
 def _served(record: Record, recipe: Recipe, base_model: str) -> list[str]:
@@ -218,6 +228,8 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
     if recipe.reinforces:
         rewards = ", ".join(f"{name} ({weight:g})" for name, weight in recipe.rewards.weights().items())
         rows += [("rewards and their weights", rewards), ("policy", _policy(recipe))]
+    if recipe.distills:
+        rows.append(("distillation", _distillation(recipe)))
     if batch := record.manifest.batch:
         what = "pairs" if recipe.pairs else "prompts" if recipe.reinforces else "sequences"
         rows.append(("global batch size", f"{batch.global_batch_size:,} {what}"))
@@ -270,6 +282,18 @@ def _policy(recipe: Recipe) -> str:
     parts.append(f"beta {settings.beta:g}, ratios clipped to {low:g} … {high:g}")
     parts += [f"{settings.num_iterations} steps on each rollout"] if settings.num_iterations > 1 else []
     return f"{recipe.objective}, {'; '.join(parts)}"
+
+
+def _distillation(recipe: Recipe) -> str:
+    """From whom, and what, was learnt."""
+    settings = recipe.distillation
+    teacher = settings.teacher
+    assert teacher is not None
+    stored = f" in {teacher.quantization}" if teacher.quantization != "none" else ""
+    parts = [f"from {_shown(concealed(teacher.path))}{stored}", f"beta {settings.beta:g}"]
+    parts.append(f"temperature {settings.temperature:g}")
+    parts += [f"cross-entropy {settings.ce_share:.0%} of the loss"] if settings.ce_share else []
+    return ", ".join(parts)
 
 
 def _method(recipe: Recipe) -> str:

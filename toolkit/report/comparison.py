@@ -24,6 +24,7 @@ from toolkit.report.charts import Series, chart, smooth
 from toolkit.report.coordinates import Dimension, coordinates
 from toolkit.report.evaluation import Score
 from toolkit.report.load import Manifest, Record, finite, number, read_run
+from toolkit.report.teacher import NEARNESS, has_perplexity
 
 MISSING = "\N{EN DASH}"
 _OF_THE_RUN = ("output.", "description")
@@ -245,7 +246,7 @@ def _results(records: Sequence[Record]) -> list[Row]:
         _figures("tokens", [_newest(record, "tokens") for record in records], compact),
         _figures("held-out loss before", [_first_loss(record) for record in records], _loss),
         _figures("held-out loss", losses, _loss, lowest),
-        _figures("perplexity", losses, lambda loss: perplexity_text(perplexity_of(loss)), lowest),
+        _figures("perplexity", _of_labels(records, losses), lambda loss: perplexity_text(perplexity_of(loss)), lowest),
         *(_figures(name, found, lambda value: f"{value:.4g}", max) for name, found in _scores(records)),
         *_asked(records),
         _figures("training loss", [_newest(record, "loss") for record in records], _loss),
@@ -265,6 +266,12 @@ def _results(records: Sequence[Record]) -> list[Row]:
         _figures("energy", [_energy(record) for record in records], plan_view.energy_text),
     ]
     return [row for row in rows if set(row.texts) != {MISSING}]
+
+
+def _of_labels(records: Sequence[Record], losses: Sequence[float]) -> list[float]:
+    """Those of the losses that are of labels, token by token."""
+    alike = [has_perplexity(record.result or {}) for record in records]
+    return [loss if of_labels else math.nan for loss, of_labels in zip(losses, alike, strict=True)]
 
 
 def _figures(
@@ -287,6 +294,7 @@ def _scores(records: Sequence[Record]) -> list[tuple[str, list[float]]]:
     """What evaluations measured beside the loss, all of which is better the higher it is."""
     names = {"eval_bleu": "BLEU", "eval_chrf": "chrF", "eval_exact_match": "exact match", "eval_accuracy": "accuracy"}
     names |= {"eval_macro_f1": "F1, mean of classes", "eval_entity_f1": "F1 of entities"}
+    names |= {"eval_agreement": NEARNESS["eval_agreement"]}
     results = [record.result or {} for record in records]
     return [(name, [_or_nan(number(each.get(key))) for each in results]) for key, name in names.items()]
 

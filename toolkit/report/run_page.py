@@ -32,6 +32,7 @@ from toolkit.report.load import Manifest, Measured, Record, finite, number, read
 from toolkit.report.page import Tile
 from toolkit.report.rewards import held_out
 from toolkit.report.serving import next_steps
+from toolkit.report.teacher import NEARNESS, has_perplexity, nearness, nearness_text
 
 FEWEST_TO_SMOOTH = 40
 _SCORES = {
@@ -186,7 +187,7 @@ def _tiles(record: Record) -> list[Tile]:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
         text, steps = f"{last:.3f}", f"step {last_step:,}"
         accuracies = finite(rows, "eval_accuracy")
-        perplexity = "" if accuracies else f"perplexity {perplexity_text(perplexity_of(last))}"
+        perplexity = f"perplexity {perplexity_text(perplexity_of(last))}" if has_perplexity(rows[-1]) else ""
         change = percent_change(first, last) if len(losses) > 1 else ""
         if len(losses) > 1:
             text, steps = f"{first:.3f} → {text}", f"step {first_step:,} to {last_step:,}"
@@ -198,6 +199,7 @@ def _tiles(record: Record) -> list[Tile]:
             before = (f"from {accuracies[0]:.1%}",) if len(accuracies) > 1 else ()
             what = record.accuracy_of.capitalize()
             tiles.append(Tile(what, f"{accuracies[-1]:.1%}", (*before, "of those held out")))
+        tiles += _teacher_tiles(rows)
         for key, title in _SCORES.items():
             if values := finite(rows, key):
                 before = (f"from {values[0]:.4g}",) if len(values) > 1 else ()
@@ -226,6 +228,19 @@ def _tiles(record: Record) -> list[Tile]:
         shown = tuple(filter(None, (note, counts.shares)))
         tiles.append(Tile("Trained", f"{counts.trainable / counts.total * 100:.3g}%", shown))
     return tiles
+
+
+def _teacher_tiles(rows: Sequence[dict[str, Any]]) -> list[Tile]:
+    """How near to its teacher a student was at first and is at last, with 95% intervals."""
+    first, last = nearness(rows[0]), nearness(rows[-1])
+    return [
+        Tile(
+            NEARNESS[key][:1].upper() + NEARNESS[key][1:],
+            nearness_text(key, *each),
+            (*((f"from {nearness_text(key, *first[key])}",) if len(rows) > 1 and key in first else ()), "95% interval"),
+        )
+        for key, each in last.items()
+    ]
 
 
 def _charts(record: Record) -> list[dict[str, Any]]:
@@ -258,6 +273,8 @@ def _charts_of_answers(record: Record) -> list[dict[str, Any]]:
     rows = record.training
     if finite(rows, "no_spread"):
         return _charts_of_rewards(record)
+    if finite(rows, "agreement"):
+        return _charts_of_teachers(record)
     if not finite(rows, "accuracy"):
         return []
     accuracy = [*_smoothed(rows, "accuracy"), _series(record.evaluations, "eval_accuracy", "held-out", "points")]
@@ -270,6 +287,24 @@ def _charts_of_answers(record: Record) -> list[dict[str, Any]]:
     ]
 
 
+def _charts_of_teachers(record: Record) -> list[dict[str, Any]]:
+    """How near a student comes to its teacher."""
+    rows, evaluations = record.training, record.evaluations
+    titles = {
+        "kl": NEARNESS["eval_kl"],
+        "agreement": "Share of same next tokens",
+        "cross_entropy": "Loss of the labels",
+    }
+    return [
+        chart(title, [*_smoothed(rows, key), _series(evaluations, f"eval_{key}", "held-out", "points")], form=_short)
+        for key, title in titles.items()
+    ]
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"
+
+
 def _charts_of_rewards(record: Record) -> list[dict[str, Any]]:
     """Of a training on rewards: the whole and its parts, how far answers to a prompt differ, and how long they are."""
     rows, evaluations = record.training, record.evaluations
@@ -277,10 +312,7 @@ def _charts_of_rewards(record: Record) -> list[dict[str, Any]]:
     parts = [_series(rows, key, key.removeprefix("reward_"), "line") for key in names] if len(names) > 1 else []
     spread = [_series(rows, "reward_std", "standard deviation", "line")]
     shares = [("no_spread", "prompts without spread"), ("cut", "answers cut"), ("clipped", "tokens clipped")]
-
-    def form(value: float) -> str:
-        return f"{value:.3g}"
-
+    form = _short
     return [
         chart(
             "Reward", [*_smoothed(rows, "reward"), _series(evaluations, "eval_reward", "held-out", "points")], form=form

@@ -31,14 +31,13 @@ from toolkit.report.rewards import MARGIN
 from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import AnswerTrainer
 from toolkit.train.rollouts import Asker, Rollout, uniform
+from toolkit.train.told import Z
 from toolkit.train.watchdog import beat
 
 ANSWERS = "answers.jsonl"
 """In the run folder, of each step that is logged: a prompt, its answers and their scores."""
 FILE = "rollouts.json"
 """In a checkpoint between two steps on the same answers: these answers, of all processes."""
-Z = 1.959963984540054
-"""The quantile of the normal distribution that leaves 2.5% above it."""
 
 
 class PolicyTrainer(AnswerTrainer):

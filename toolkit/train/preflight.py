@@ -84,8 +84,8 @@ def check(rendezvous: Rendezvous, recipe: Recipe, folder: Path) -> list[str]:
     return warnings
 
 
-def agree(rendezvous: Rendezvous, source: ModelSource, data: str) -> None:
-    """Waits for all processes, however long they tokenise, and compares their data and the model's files.
+def agree(rendezvous: Rendezvous, source: ModelSource, data: str, teacher: ModelSource | None = None) -> None:
+    """Waits for all processes, however long they tokenise, and compares their data and the models' files.
 
     What follows must be starting the process group and `all_reduce`.
 
@@ -98,6 +98,8 @@ def agree(rendezvous: Rendezvous, source: ModelSource, data: str) -> None:
     if rendezvous.alone:
         return
     identity = {"data (fingerprint)": data, "model files": _model_files(source.weight_files())}
+    if teacher:
+        identity["the teacher's files"] = _model_files(teacher.weight_files())
     rendezvous.exchange("agree", identity, lambda identities: _require_same(identities, rendezvous.name))
     rendezvous.begin_group()
 

@@ -35,6 +35,7 @@ from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.files import set_aside, write_json
 from toolkit.recipe import Loaded, Recipe, files
+from toolkit.recipe.teaching import of_teacher
 from toolkit.report.load import Manifest, read_manifest
 from toolkit.seal import damage
 from toolkit.train import checkpoint
@@ -208,6 +209,7 @@ def recipe_hash(recipe: Recipe) -> str:
     """Hash of all that decides the weights a run produces."""
     unread = set() if recipe.prefers else {"preference"}
     unread |= set() if recipe.reinforces else {"rollout", "rewards", "policy"}
+    unread |= set() if recipe.distills else {"distillation"}
     content = _with_effect(dict(flat(recipe.model_dump(exclude=unread))))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -224,7 +226,8 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
     """
     resume = loaded.recipe.checkpoint.resume
     named = Path(resume) if resume not in ("auto", "never") else None
-    for model in (loaded.recipe.model.path, loaded.recipe.model.adapter or ""):
+    teaches = of_teacher(loaded.recipe)
+    for model in (loaded.recipe.model.path, loaded.recipe.model.adapter or "", teaches.model.path if teaches else ""):
         check_final(model)
     if named:
         checkpoint.check_named(named, loaded.recipe)

@@ -38,6 +38,7 @@ from toolkit.models.output_head import HeadChoice
 from toolkit.models.parts import divide_model, require_plans
 from toolkit.models.pipeline import elsewhere, split_layers
 from toolkit.models.step_casts import StepCasts, keeps_casts
+from toolkit.models.teacher import check_vocabulary, load_teacher, open_teacher, require_fused
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.plan import UnknownSize
@@ -54,6 +55,7 @@ from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.batching import collator, micro_batches, score_parts, share
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.completion import Completion, source_of
+from toolkit.train.distillation import DistillationTrainer
 from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.finite import Finite
 from toolkit.train.heads import ClassTrainer, RewardTrainer, TokenTrainer
@@ -114,6 +116,7 @@ def set_up(
 
     require_plans(source.config, layout.expert)
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
+    teaches = open_teacher(recipe)
     kind: Any = _trainer(recipe)
     if not recipe.headed:
         kind = functools.partial(kind, choice=_head(source, first))
@@ -125,6 +128,7 @@ def set_up(
     )
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)
+    common = check_vocabulary(source, tokenizer, teaches) if teaches else 0
     prepared = _prepare(source, tokenizer, stops, folder if first else None, progress)
     source = source.labelled(prepared.classes, tokenizer)
 
@@ -144,7 +148,7 @@ def set_up(
     start_up.ended("plan")
 
     # Processes: whoever has come this far has the same data and files; TrainingArguments start the process group.
-    preflight.agree(rendezvous, source, prepared.fingerprint)
+    preflight.agree(rendezvous, source, prepared.fingerprint, teaches)
     rows = None if isinstance(prepared.train, Stream) else len(prepared.train)
     length = run_length(recipe, rows, layout)
     if first:
@@ -161,7 +165,7 @@ def set_up(
     base = begins.load(types, backend, away)
     share(layout)
     # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.
-    model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
+    model_hash = in_background(lambda: _hashes(source, teaches)) if first else None
     require_quantized(base, recipe)
     if recipe.compile == "auto" and not compiles and device.kind() == "cuda":
         agreed.use_liger(base, arguments.device, rendezvous, progress)
@@ -197,12 +201,14 @@ def set_up(
         processing_class=tokenizer,
     )
     trainer.schedule = recipe.parallel.schedule
-    trainer.objective, trainer.settings = recipe.objective, recipe.policy if recipe.reinforces else recipe.preference
+    trainer.objective, trainer.settings = recipe.objective, _settings(recipe)
     trainer.classes = prepared.classes
     if recipe.reinforces:
         trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, Scorer(recipe.rewards))
         trainer.resumed = folder.resume_from
         trainer.folder = folder.path if first else None
+    if teaches:
+        trainer.teacher = load_teacher(teaches, backend, kinds, common, arguments.device)
     if layout.sharing > 1:
         score_parts(trainer, recipe.parallel.shares_by)
     trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), fast)
@@ -243,13 +249,13 @@ def set_up(
             layout,
             {"data": prepared.fingerprint, **_adapter_hash(recipe), **_rewards_hash(recipe)}
             # What is continued must be the same before it goes on.
-            | ({"model": model_hash.result()} if folder.resume_from else {}),
+            | (model_hash.result() if folder.resume_from else {}),
             parameters=counts,
             notes=notes,
             started_from=stages(recipe.model.adapter),
             total_steps=length.total_steps,
         )
-        hashed = in_background(lambda: folder.update_manifest(hashes={"model": model_hash.result()}))
+        hashed = in_background(lambda: folder.update_manifest(hashes=model_hash.result()))
     # What ends a process from here on, it may note in the folder.
     (folder.accepted,) = broadcast_object_list([folder.accepted])
     start_up.ended("model")
@@ -284,7 +290,16 @@ def _trainer(recipe: Recipe) -> Any:
         return JudgedTrainer if recipe.judges else PairTrainer
     if recipe.reinforces:
         return PolicyTrainer
+    if recipe.distills:
+        return DistillationTrainer
     return EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
+
+
+def _settings(recipe: Recipe) -> Any:
+    """The section that an objective reads."""
+    if recipe.distills:
+        return recipe.distillation
+    return recipe.policy if recipe.reinforces else recipe.preference
 
 
 def _begin(trainer: Any, source: ModelSource, types: Dtypes, train: Any) -> None:
@@ -309,6 +324,12 @@ def _begin(trainer: Any, source: ModelSource, types: Dtypes, train: Any) -> None
             "default",
             without,
         )
+
+
+def _hashes(source: ModelSource, teaches: ModelSource | None) -> dict[str, str]:
+    """Of the files of the model and of its teacher, which must be the same when the run is continued."""
+    hashes = {"model": hash_files(source.weight_files())}
+    return hashes | ({"teacher": hash_files(teaches.weight_files())} if teaches else {})
 
 
 def _adapter_hash(recipe: Recipe) -> dict[str, str]:
@@ -372,6 +393,8 @@ def _head(source: ModelSource, first: bool) -> HeadChoice:
             source.config.model_type,
             choice.reason,
         )
+    if source.recipe.distills:
+        require_fused(choice, "model.path", source.config.model_type)
     if first and not choice.balances:
         _log.warning("this model computes no loss for the balance of its routers, and none is added")
     if not source.recipe.reinforces:

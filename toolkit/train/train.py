@@ -39,6 +39,7 @@ from toolkit.report.plan_view import energy_text
 from toolkit.report.rewards import reward_text
 from toolkit.report.run_page import write_report
 from toolkit.report.serving import next_steps
+from toolkit.report.teacher import NEARNESS, nearness, nearness_text
 from toolkit.report.terminal import Progress, prompts_before_after
 from toolkit.seal import contents
 from toolkit.train import preflight
@@ -307,6 +308,10 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
             text = f"{before:.4f} -> {text}{change}"
         rows += [("held-out before", reward_text(evaluator.first))] if rewards and evaluator.first else []
         rows.append(("held-out after", rewards) if rewards else ("held-out loss", text))
+        nearer = nearness(evaluator.first or {})
+        for key, after in nearness(evaluator.last).items():
+            earlier = f"{nearness_text(key, *nearer[key])} -> " if key in nearer else ""
+            rows.append((NEARNESS[key], f"{earlier}{nearness_text(key, *after)}"))
         if (accuracy := evaluator.last.get("eval_accuracy")) is not None:
             earlier = f"{evaluator.first['eval_accuracy']:.1%} -> " if evaluator.first else ""
             what = "classes told" if session.recipe.classifies else "answers preferred"

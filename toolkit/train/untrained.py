@@ -123,6 +123,7 @@ def _key(session: Session, what: str) -> str:
         "batches": [layout.micro_batch_size, session.world.world_size],
         "compiled": session.compiled is not None,
         "device": _device(),
+        "teacher": session.folder.manifest().hashes.get("teacher"),
         "rewards": file_hashes(recipe.rewards) if recipe.reinforces else {},
         "versions": [_FORMAT, toolkit.__version__, *(importlib.metadata.version(each) for each in _LIBRARIES)],
         "recipe": recipe.model_dump(mode="json", exclude=_IN_OTHER_WORDS | _OF_TRAINING),

@@ -33,6 +33,7 @@ from toolkit.models.parts import sizes as parts
 from toolkit.models.pipeline import chain
 from toolkit.models.shared_rows import sizes
 from toolkit.models.tiled_mlp import tiles_of
+from toolkit.train.distillation import DistillationTrainer, check_heads, state_of
 from toolkit.train.evaluate import evaluating
 from toolkit.train.heads import check_padding
 from toolkit.train.optimizer import inner_optimizer, moments_of, not_updated, updated_by
@@ -55,6 +56,8 @@ class Verify(TrainerCallback):
             check_padding(self._session)
         else:
             check_output_head(self._session)
+        if self._session.recipe.distills:
+            check_heads(self._session, _first_rows(self._session))
         self._check()
         if self._session.recipe.data.packing or self._session.attention in attention.VARLEN:
             check_isolation(self._session)
@@ -135,12 +138,14 @@ def check_isolation(session: Session) -> None:
         UserError: If they see each other.
     """
     place, backend, autocast = session.trainer.args.device, session.attention, session.dtypes.autocast
-    flat = backend in attention.VARLEN
+    flat, collator = backend in attention.VARLEN, session.trainer.data_collator.whole
     if pipeline := session.trainer.pipeline:
         isolated = pipeline.isolates()
     else:
         with torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
-            isolated = isolates(session.module, session.trainer.data_collator.whole, place)
+            isolated = isolates(session.module, collator, place)
+    if isolated and session.recipe.distills:
+        isolated = isolates(session.trainer.teacher.model, collator, place)
     if not isolated:
         ways = ["data.packing=false"] * session.recipe.data.packing + ["model.attention=sdpa"] * flat
         raise UserError(
@@ -177,18 +182,22 @@ def check_parts(session: Session) -> None:
         )
 
 
+def _first_rows(session: Session) -> dict[str, Any]:
+    """The beginning of the first two rows as a batch, all whose tokens are trained."""
+    trainer, prepared = session.trainer, session.prepared
+    rows = prepared.eval if session.recipe.data.streaming and prepared.eval is not None else prepared.train
+    first = [{key: row[key][:_SCORED] for key in ("input_ids", "labels")} for row in itertools.islice(iter(rows), 2)]
+    if session.recipe.objective != "seq2seq":
+        first = [{"input_ids": row["input_ids"], "labels": [IGNORE, *row["input_ids"][1:]]} for row in first]
+    return send_to_device(trainer.data_collator.whole(first), trainer.args.device)
+
+
 def check_output_head(session: Session) -> None:
     """Asks the model itself, on its first rows, its device and in its precision, whether labels are scored as its own
     forward does. If not, on any process, all go on with its own forward, and with all logits if need be."""
     trainer = session.trainer
     head = trainer.output_head
-    prepared = session.prepared
-    rows = prepared.eval if session.recipe.data.streaming and prepared.eval is not None else prepared.train
-    first = [{key: row[key][:_SCORED] for key in ("input_ids", "labels")} for row in itertools.islice(iter(rows), 2)]
-    if session.recipe.objective != "seq2seq":
-        first = [{"input_ids": row["input_ids"], "labels": [IGNORE, *row["input_ids"][1:]]} for row in first]
-    batch = trainer.data_collator.whole(first)
-    batch = send_to_device(batch, trainer.args.device)
+    batch = _first_rows(session)
     compute = getattr(torch, session.dtypes.compute)
 
     def equal(fused: bool) -> tuple[bool, str]:
@@ -248,6 +257,8 @@ def read(trainer: Any) -> EngineState:
         state["output_head"] = "fused" if trainer.output_head.fused else "own"
     if frozen:
         state["frozen_dtype"] = _dtypes(frozen)
+    if isinstance(trainer, DistillationTrainer):
+        state |= state_of(trainer.teacher.model)
     if moments := moments_of(optimizer):
         state["moments_dtype"] = _dtypes(moments)
     if deepspeed:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from toolkit.distributed.environment import segments_grow
 from toolkit.planner.generation import SCORES, kept, turns, vocabulary
+from toolkit.planner.memory import teacher
 from toolkit.planner.memory.engine import Engine, Held
 from toolkit.planner.memory.fsdp import Fsdp
 from toolkit.planner.memory.offload import offloaded
@@ -82,7 +83,7 @@ class _RankMemory:
             first: Of the rank that writes the model.
         """
         base, standing = self._base(), self.engine.standing()._asdict()
-        loaded = {key: base[key] for key in ("parameters", "adapters", "masters")}
+        loaded = {key: base[key] for key in ("parameters", "adapters", "masters", "teacher")}
         between = _add(base, standing)
         # Ids, labels, and mask or positions, 8 bytes each: Trainer fetches all micro-batches of a step at once, and
         # accelerate the one after them.
@@ -90,14 +91,16 @@ class _RankMemory:
         newer = float(self.workload.hardware.device.capability or 0) >= 9
         workspace = (_WORKSPACE if newer else _OLDER_WORKSPACE) if self.kind == "cuda" else 0.0
         training = _add(between, {"batch": batch, "workspace": workspace})
+        asked = {"teacher": teacher.states_kept(self.workload)}
         phases = {
             "load": _add(loaded, standing, self._loading(first)),
             "generation": self._generation(training),
-            "forward": self._pass("forward", training),
-            "backward": self._pass("backward", training),
+            "teacher": self._teacher(training),
+            "forward": self._pass("forward", _add(training, asked)),
+            "backward": self._pass("backward", _add(training, asked)),
             "step": _add(training, self._on_device(self.engine.stepping()), {"workspace": self._temporaries()}),
             # Held-out prompts are answered, too; a pass over given answers is for a reference.
-            "evaluation": {} if self.recipe.reinforces else self._pass("evaluation", training),
+            "evaluation": {} if self.recipe.reinforces else self._pass("evaluation", _add(training, asked)),
             "save": _add(between, {"engine": self._saving(first)}),
             "resume": dict(between),
         }
@@ -137,6 +140,7 @@ class _RankMemory:
             "adapters": held.adapters,
             "masters": held.masters,
             "optimizer": held.optimizer - (held.paged if not self.on_cpu else 0),
+            "teacher": teacher.held(self.workload),
         }
         if self.on_cpu:
             # What is offloaded stays; what only offloading needs comes on top.
@@ -159,11 +163,13 @@ class _RankMemory:
             length = self.workload.evaluation_len or shape.seq_len
             shape = dataclasses.replace(shape, batch=batch / self.layout.sharing, seq_len=length)
             moments = self.engine.evaluating
+        compared = {"logits": teacher.compared(self.workload)}
         candidates = [
             _add(
                 base,
                 {part: getattr(left, part).at(shape) for part in ("activations", "casts", "logits")},
                 self._on_device(held),
+                compared if moment.place == "head" else {},
             )
             for moment in self.trace.moments
             if moment.phase == phase and self.engine.happens(moment)
@@ -198,6 +204,19 @@ class _RankMemory:
         fullest = max(moments, key=lambda parts: math.fsum(parts.values()), default=dict(base))
         scores = float(count * vocabulary(self.trace) * SCORES)
         return _add(fullest, {"cache": kept(self.workload, count), "logits": scores})
+
+    def _teacher(self, base: Parts) -> Parts:
+        """While a teacher's layers see a micro-batch; its head waits for the student's. Nothing without one."""
+        if self.workload.teacher is None:
+            return {}
+        taught = _RankMemory(self.workload.teacher)
+        shape = taught.engine.shape
+        moments = [
+            _add(base, {part: getattr(moment, part).at(shape) for part in ("activations", "casts")})
+            for moment in taught.trace.moments
+            if moment.phase == "evaluation" and moment.place != "head" and taught.engine.happens(moment)
+        ]
+        return max(moments, key=lambda parts: math.fsum(parts.values()), default=dict(base))
 
     def _exchanged(self) -> float:
         """What attention returned, which is kept twice where processes share rows: as it left the kernel for its own

@@ -50,7 +50,8 @@ def host(workload: Workload) -> Host:
             parts["activations"] = local * offloaded_activations(workload)
     training, loading, saving = sum(parts.values()), 0.0, 0.0
     if not on_cpu:
-        loading = _loading(workload)
+        # One after the other.
+        loading = max(_loading(each) for each in (workload, workload.teacher) if each)
         if recipe.strategy.shards_parameters or recipe.parallel.divides:
             saving = whole_model(dataclasses.replace(workload, trace=workload.trace.whole()))
         elif recipe.method.name == "full":

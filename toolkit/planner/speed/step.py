@@ -163,6 +163,8 @@ class Step:
         self._recipe, self._layout, self._hardware = workload.recipe, workload.layout, workload.hardware
         self._trace, self._dtype = workload.trace, peak_dtype(workload)
         self._end, self._rates, self._experts = end, OPPOSITE[end], experts
+        taught = workload.teacher
+        self._teacher = Step(taught, load, (), end, taught.experts) if taught else None
         every, strategy = self._layout.gradient_accumulation_steps, workload.strategy
         on_host = strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none")
         fused = FUSED_ON_CPU if self._hardware.device.kind == "cpu" else FUSED
@@ -172,6 +174,8 @@ class Step:
         update = self._update_seconds(on_host)
         # Of judged answers, those of other rows are scored before.
         before = every * self.evaluation_seconds(load) if self._recipe.judges else 0.0
+        if self._teacher:
+            before = every * self._teacher.evaluation_seconds(load)
         self.generation = 0.0
         if self._recipe.reinforces:
             times, count = turns(workload)
@@ -196,7 +200,8 @@ class Step:
         """One batch of held-out rows on each rank."""
         computing = self._pass_seconds(self._trace.passes["evaluation"], load)
         sending = [each for each in self._sent if each.during == "forward"]
-        return computing + self._pipelined(sum(map(self._transfer_seconds, sending)), computing)
+        asking = self._teacher.evaluation_seconds(load) if self._teacher else 0.0
+        return asking + computing + self._pipelined(sum(map(self._transfer_seconds, sending)), computing)
 
     def generation_seconds(self, count: int, prompt: float) -> float:
         """Answers to so many prompts of so many tokens, at once, each as long as it may be."""

@@ -61,6 +61,8 @@ def work(
     whole = trace.whole()
     parameters = whole.elements()
     useful, done = flops(recipe, trace, load)
+    if workload.teacher:
+        done += _executed(workload.teacher.trace, "evaluation", load)
     boundary = trace.boundary.of(trace.layers, load.padded, load.grid, load.longest)
     workload, sent = _slowest(workload, load, boundary, experts)
     known = counted or recipe.schedule.max_steps
@@ -138,7 +140,7 @@ def flops(recipe: Recipe, trace: Trace, load: Load) -> tuple[float, float]:
     The first are what model FLOPs utilisation counts (Chowdhery et al. 2022, appendix B): no padding, nothing twice,
     attention within documents, of a causal mask's pairs the visible half, and of the output head's products those of
     trained tokens. The second have recomputed layers, padding, the pairs that the kernel does not skip, and what is
-    scored beside judged answers.
+    scored beside judged answers. What a teacher computes is added to the second alone.
     """
     passes, layers, share = trace.passes, trace.layers, load.scored / load.tokens
     # A decoder's mask hides half of the pairs. Of an encoder-decoder all are counted: most of it is not causal.
@@ -147,10 +149,16 @@ def flops(recipe: Recipe, trace: Trace, load: Load) -> tuple[float, float]:
     for name, sign in (("forward", 1), ("backward", 1), ("recompute", -1)):
         useful += sign * passes[name].attention.of(layers, load.tokens, pairs, load.longest)
     done = 0.0
-    for each in (passes[name] for name in ("forward", "backward", *(["evaluation"] if recipe.judges else []))):
-        done += each.matmul.of(layers, load.padded, load.grid, load.longest, load.scored / load.padded)
-        done += each.attention.of(layers, load.padded, load.attended, load.longest)
+    for name in ("forward", "backward", *(["evaluation"] if recipe.judges else [])):
+        done += _executed(trace, name, load)
     return useful, done
+
+
+def _executed(trace: Trace, name: str, load: Load) -> float:
+    """FLOPs of a pass as they are executed."""
+    each, layers = trace.passes[name], trace.layers
+    done = each.matmul.of(layers, load.padded, load.grid, load.longest, load.scored / load.padded)
+    return done + each.attention.of(layers, load.padded, load.attended, load.longest)
 
 
 def _once(passes: Mapping[str, Pass]) -> Amount:

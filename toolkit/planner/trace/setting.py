@@ -172,7 +172,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
 def _computed_as(recipe: Recipe) -> str:
     if recipe.headed:
         return "classification" if recipe.objective in OF_TEXTS else recipe.objective
-    return "sft" if recipe.prefers or recipe.reinforces else recipe.objective
+    return "sft" if recipe.prefers or recipe.reinforces else recipe.rows_for
 
 
 def _layout(recipe: Recipe, backend: str) -> Layout:

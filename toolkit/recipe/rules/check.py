@@ -15,6 +15,7 @@ from toolkit.recipe.base import Section
 from toolkit.recipe.errors import COMMAND_LINE, ENOUGH, Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.module_names import name_problems, whole_numbers
+from toolkit.recipe.rules.distillation import DISTILLATION_RULES, distillation_figures
 from toolkit.recipe.rules.expert import EXPERT_RULES, nearest_experts
 from toolkit.recipe.rules.extra import extra_problems, extra_warnings
 from toolkit.recipe.rules.heads import HEAD_RULES
@@ -52,6 +53,7 @@ RULES: dict[str, Rule] = (
     | PIPELINE_RULES
     | PREFERENCE_RULES
     | REINFORCEMENT_RULES
+    | DISTILLATION_RULES
     | HEAD_RULES
     | IGNORED_RULES
     | UNUSUAL_RULES
@@ -194,6 +196,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "evaluation_keys": ", ".join(evaluation_keys(recipe)),
         "preference_keys": ", ".join(preference_keys(recipe)),
         **reward_figures(recipe),
+        **distillation_figures(recipe),
         "not_for_parameters": " and ".join(not_for_parameters(recipe)),
         "not_linear": not_linear(recipe, config),
         "linear_only": linear_only(recipe, config),

@@ -9,15 +9,16 @@ from pathlib import Path
 from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.module_names import whole_numbers
-from toolkit.recipe.schema import CHAT_TEMPLATES, VARLEN_ATTENTION, Model, Recipe
+from toolkit.recipe.schema import CHAT_TEMPLATES, VARLEN_ATTENTION, Model
 
 
-def _is_local(recipe: Recipe) -> bool:
-    path = recipe.model.path
+def is_local(model: Model) -> bool:
+    """Whether a model comes from no hub."""
+    path = model.path
     return path.startswith("builtin:") or path.endswith(".gguf") or Path(path).is_dir()
 
 
-def _no_folder(path: str | None) -> bool:
+def no_folder(path: str | None) -> bool:
     """Whether it can only be a local path, and nothing is there: the hub's ids are `name` or `owner/name`."""
     text = path or ""
     local = not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) or text.endswith(".gguf")
@@ -52,7 +53,7 @@ TEMPLATE_ARGUMENTS = {
 INPUT_RULES = {
     "model-no-folder": Rule(
         "model.path",
-        lambda r, _: _no_folder(r.model.path),
+        lambda r, _: no_folder(r.model.path),
         "there is no such folder or file",
         "set model.path to a folder with config.json, a GGUF file, or the id of a model on the hub",
     ),
@@ -86,7 +87,7 @@ INPUT_RULES = {
     ),
     "tokenizer-no-folder": Rule(
         "model.tokenizer",
-        lambda r, _: _no_folder(r.model.tokenizer),
+        lambda r, _: no_folder(r.model.tokenizer),
         "there is no such folder",
         "set model.tokenizer to a folder with tokenizer.json, or the id of a model on the hub",
     ),
@@ -126,14 +127,16 @@ INPUT_RULES = {
     ),
     "revision-local": Rule(
         "model.revision",
-        lambda r, _: r.model.revision is not None and _is_local(r),
+        lambda r, _: r.model.revision is not None and is_local(r.model),
         "only models on the hub have revisions",
         "remove model.revision",
     ),
     "remote-code-unpinned": Rule(
         "model.trust_remote_code",
         lambda r, _: (
-            r.model.trust_remote_code and not _is_local(r) and not re.fullmatch("[0-9a-f]{40}", r.model.revision or "")
+            r.model.trust_remote_code
+            and not is_local(r.model)
+            and not re.fullmatch("[0-9a-f]{40}", r.model.revision or "")
         ),
         "code of the model's repository would run in whatever version it has that day",
         "set model.revision to the full commit (40 digits) whose code was read, or trust_remote_code to false",

@@ -1,0 +1,33 @@
+"""What is said of how near a student is to its teacher: in the terminal, in a report and in a model card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.report.load import number
+from toolkit.report.rewards import MARGIN
+
+NEARNESS = {"eval_kl": "KL(teacher || student)", "eval_agreement": "same next token as the teacher"}
+"""Keys of evaluations that have 95% intervals, and what they are."""
+
+
+def nearness(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Of an evaluation: what `NEARNESS` names with half the width of its interval; empty without a teacher."""
+    found = {key: (number(row.get(key)), number(row.get(key + MARGIN))) for key in NEARNESS}
+    return {key: (mean, half) for key, (mean, half) in found.items() if mean is not None and half is not None}
+
+
+def nearness_text(key: str, mean: float, half: float) -> str:
+    """`0.0312 ± 0.0021`, or of a share `91.2% ± 0.6%`."""
+    return f"{mean:.1%} ± {half:.1%}" if key == "eval_agreement" else f"{mean:.4f} ± {half:.4f}"
+
+
+def teacher_text(row: Mapping[str, Any]) -> str:
+    """Both in a line; empty without a teacher."""
+    return ", ".join(f"{NEARNESS[key]} {nearness_text(key, *each)}" for key, each in nearness(row).items())
+
+
+def has_perplexity(row: Mapping[str, Any]) -> bool:
+    """Whether the loss of an evaluation is one of labels, token by token."""
+    return "eval_accuracy" not in row and "eval_kl" not in row

@@ -1,0 +1,137 @@
+"""Training a student on what a teacher would say: a causal model and any engine, with a loss of each trained token that
+compares two distributions in place of one that scores a label."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from toolkit.distributed.engines import teacher_dtype
+from toolkit.models.coverage import stored_form
+from toolkit.models.cpu_head import judged_by
+from toolkit.models.distillation import FIGURES, Divergence
+from toolkit.models.head_choice import compare
+from toolkit.models.output_head import HeadChoice
+from toolkit.models.teacher import Teacher, require_fused
+from toolkit.recipe.distillation import Distillation
+from toolkit.recipe.teaching import of_teacher
+from toolkit.report.rewards import MARGIN
+from toolkit.train.session import Session
+from toolkit.train.told import Telling, Z
+from toolkit.train.trainer import CausalTrainer
+
+_WITH_INTERVALS = ("kl", "agreement")
+
+
+class DistillationTrainer(Telling, CausalTrainer):
+    """A causal model that learns from a teacher. Set `teacher` and `settings` once it is made."""
+
+    said = FIGURES
+    teacher: Teacher
+    settings: Distillation
+
+    def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Of a batch: the sum of the losses of its trained tokens, their number, and the routers' balance loss."""
+        losses, told, trained, balance = self._judged(model, inputs)
+        count = trained.sum()
+        if model.training:
+            self.see(torch.cat([count[None], told.sum(0)]).double())
+        return losses.sum(), count, balance
+
+    def told(self, sums: list[float]) -> dict[str, float]:
+        """See `FIGURES`; means over tokens."""
+        tokens, *others = sums
+        return {name: each / tokens for name, each in zip(FIGURES, others, strict=True)}
+
+    def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Sums over a batch in double precision: the loss and the cross-entropy of tokens; of rows how many there are,
+        the squares of their numbers of tokens, and of each figure with an interval its sum over the row x: of rows x,
+        x squared, and x times the row's tokens."""
+        losses, told, trained, _ = self._judged(model, inputs)
+        rows, size = rows_of(inputs)
+
+        def by_row(each: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.float64, device=each.device).index_add_(0, rows, each.double())
+
+        tokens = by_row(trained)
+        parts = [losses.double().sum(), told[:, FIGURES.index("cross_entropy")].double().sum(), (tokens > 0).sum()]
+        parts += [tokens.sum(), tokens.square().sum()]
+        for name in _WITH_INTERVALS:
+            each = by_row(told[:, FIGURES.index(name)])
+            parts += [each.sum(), each.square().sum(), (each * tokens).sum()]
+        return torch.stack([part.double() for part in parts])
+
+    def figures(self, sums: list[float]) -> dict[str, float]:
+        """What an evaluation says, per trained token.
+
+        Tokens of a row are alike, so intervals are those of a ratio of sums over rows (Cochran 1977, Sampling
+        Techniques, section 6.5): of R = sum of x / sum of n the variance is rows / (rows - 1) times the sum of
+        (x - R n)² over the square of the sum of n.
+
+        Returns:
+            `eval_loss`, `eval_tokens`, and `eval_…` of what `FIGURES` names, with half the width of the 95% intervals
+            of `eval_kl` and `eval_agreement` as `…_plus_minus`.
+        """
+        loss, surprise, rows, tokens, squares, *others = sums
+        found = {"eval_loss": loss / tokens, "eval_tokens": int(tokens), "eval_cross_entropy": surprise / tokens}
+        for place, name in enumerate(_WITH_INTERVALS):
+            total, squared, with_tokens = others[3 * place : 3 * place + 3]
+            mean = total / tokens
+            spread = max(0.0, squared - 2 * mean * with_tokens + mean**2 * squares)
+            variance = spread * rows / max(1.0, rows - 1) / tokens**2
+            found |= {f"eval_{name}": mean, f"eval_{name}{MARGIN}": Z * variance**0.5}
+        return found
+
+    def _judged(
+        self, model: Any, inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Of the tokens (N) of a batch: losses (N) and what `FIGURES` names (N, 3), zero but for those trained, and
+        which are (N); and the balance loss."""
+        criterion = Divergence(self.settings, self.teacher.logits(inputs), self.teacher.common)
+        self.output_head.scorer = lambda labels: judged_by(criterion, labels)
+        try:
+            outputs, balance = self.scores(model, inputs)
+        finally:
+            self.output_head.scorer = None
+        trained = outputs.label_mask[0]
+        return -outputs.log_probs[0], criterion.figures * trained[:, None], trained, balance
+
+
+def rows_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """The row (N) of each of the tokens at the `label_positions` of a batch, and the number of rows."""
+    positions, shape = inputs["label_positions"], inputs["input_ids"].shape
+    if "cu_seq_lens_q" in inputs:
+        ends = inputs["cu_seq_lens_q"][1:]
+        return torch.bucketize(positions, ends.to(positions.device), right=True), len(ends)
+    return positions // shape[1], shape[0]
+
+
+def check_heads(session: Session, batch: dict[str, Any]) -> None:
+    """Asks student and teacher whether the fused output head is what they compute: the logits of both are made of what
+    it reads.
+
+    Args:
+        batch: Rows all whose tokens are trained.
+
+    Raises:
+        UserError: If it is not.
+    """
+    student, teacher, teaches = session.trainer.output_head, session.trainer.teacher, of_teacher(session.recipe)
+    assert teaches, "the objective has a teacher"
+    with teacher.alone():
+        difference, reason = compare(teacher.model, batch, teacher.head, getattr(torch, teacher_dtype(teaches)), True)
+    kinds = [each.config.model_type for each in (session.module, teacher.model)]
+    require_fused(HeadChoice(student.fused, reason="it is not what this model computes"), "model.path", kinds[0])
+    require_fused(HeadChoice(difference <= 1, reason=reason), "distillation.teacher.path", kinds[1])
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """What of a teacher is compared with the recipe, see `engine_state.EngineState`."""
+    moving = [each for module in model.modules() if module.training for each in module.parameters(recurse=False)]
+    learning = {id(each): each.numel() for each in (*moving, *(p for p in model.parameters() if p.requires_grad))}
+    return {
+        "teacher_dtype": str(model.get_input_embeddings().weight.dtype).removeprefix("torch."),
+        "teacher_quantization": stored_form(model),
+        "teacher_trained": sum(learning.values()),
+    }
