@@ -24,6 +24,7 @@ from toolkit.report.charts import Series, chart, smooth
 from toolkit.report.coordinates import Dimension, coordinates
 from toolkit.report.evaluation import Score
 from toolkit.report.load import Manifest, Record, finite, number, read_run
+from toolkit.report.scores import OF_MODELS, OF_TARGETS
 
 MISSING = "\N{EN DASH}"
 _OF_THE_RUN = ("output.", "description")
@@ -285,8 +286,7 @@ def _figures(
 
 def _scores(records: Sequence[Record]) -> list[tuple[str, list[float]]]:
     """What evaluations measured beside the loss, all of which is better the higher it is."""
-    names = {"eval_bleu": "BLEU", "eval_chrf": "chrF", "eval_exact_match": "exact match", "eval_accuracy": "accuracy"}
-    names |= {"eval_macro_f1": "F1, mean of classes", "eval_entity_f1": "F1 of entities"}
+    names = {**OF_TARGETS, "eval_accuracy": "accuracy", **OF_MODELS}
     results = [record.result or {} for record in records]
     return [(name, [_or_nan(number(each.get(key))) for each in results]) for key, name in names.items()]
 

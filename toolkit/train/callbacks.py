@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 from toolkit.files import set_aside, write_atomically
 from toolkit.report.load import WARM_UP_STEPS, read_metrics
 from toolkit.report.rewards import reward_text
+from toolkit.report.scores import vector_text
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
@@ -170,7 +171,8 @@ class Meter(TrainerCallback):
         self._step_end = time.monotonic()
         self.time_left.pause("evaluation", seconds)
         self.write(step, metrics)
-        self._progress.evaluation(step, metrics["eval_loss"], metrics.get("eval_accuracy"), reward_text(metrics))
+        accuracy, rewards, scores = metrics.get("eval_accuracy"), reward_text(metrics), vector_text(metrics)
+        self._progress.evaluation(step, metrics["eval_loss"], accuracy, rewards, scores)
 
     def pause(self, seconds: float) -> None:
         """Leaves out time that no step took."""

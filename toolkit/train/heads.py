@@ -32,7 +32,7 @@ from toolkit.train.trainer import _ExactMixin
 
 OF_REWARDS = ("reward_mean", "reward_std")
 """What is said of rewards beside what is said of all pairs."""
-BESIDE = ("labels", "words")
+BESIDE = ("labels", "words", "rows", "keys", "scores", "share")
 """What a batch has beside what the model reads."""
 
 Scored = tuple[torch.Tensor, torch.Tensor, None]
@@ -41,7 +41,7 @@ Scored = tuple[torch.Tensor, torch.Tensor, None]
 class HeadTrainer(Telling, _ExactMixin, Trainer):
     """A model with a head of the objective's own. Set `settings` and `classes` once it is made."""
 
-    said = (*OF_ANSWERS, *OF_REWARDS)
+    said: tuple[str, ...] = (*OF_ANSWERS, *OF_REWARDS)
     settings: Preference
     model: Any
     classes: Sequence[str] = ()

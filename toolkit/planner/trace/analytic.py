@@ -11,7 +11,7 @@ from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.types import Amount, Moment, Pass, Tensors, Trace
 from toolkit.recipe import model_configs
-from toolkit.recipe.heads import HEADED
+from toolkit.recipe.heads import EMBEDDING, HEADED
 
 _NOTHING = Amount()
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -140,7 +140,9 @@ def _tensors(
     stored: Any = setting.method.get("quantization", "none")
     kind: Any = "base" if stored == "none" else stored
     tensors = [Tensors("embeddings", (vocab, hidden), 1, full, "base")]
-    if setting.objective in HEADED:
+    if setting.objective == EMBEDDING:
+        pass
+    elif setting.objective in HEADED:
         tensors.append(Tensors("head", (2, hidden), 1, True, "base"))
     elif not setting.config.get("tie_word_embeddings", True):
         tensors.append(Tensors("head", (vocab, hidden), 1, full, "base"))

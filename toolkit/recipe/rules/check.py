@@ -15,6 +15,7 @@ from toolkit.recipe.base import Section
 from toolkit.recipe.errors import COMMAND_LINE, ENOUGH, Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.module_names import name_problems, whole_numbers
+from toolkit.recipe.rules.embedding import EMBEDDING_RULES, embedding_figures
 from toolkit.recipe.rules.expert import EXPERT_RULES, nearest_experts
 from toolkit.recipe.rules.extra import extra_problems, extra_warnings
 from toolkit.recipe.rules.heads import HEAD_RULES
@@ -53,6 +54,7 @@ RULES: dict[str, Rule] = (
     | PREFERENCE_RULES
     | REINFORCEMENT_RULES
     | HEAD_RULES
+    | EMBEDDING_RULES
     | IGNORED_RULES
     | UNUSUAL_RULES
 )
@@ -194,6 +196,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "evaluation_keys": ", ".join(evaluation_keys(recipe)),
         "preference_keys": ", ".join(preference_keys(recipe)),
         **reward_figures(recipe),
+        **embedding_figures(recipe),
         "not_for_parameters": " and ".join(not_for_parameters(recipe)),
         "not_linear": not_linear(recipe, config),
         "linear_only": linear_only(recipe, config),
