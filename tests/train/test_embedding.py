@@ -39,10 +39,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("embedding")
     tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
     tiny_encoder("bert", folder / "bert")
-    pairs = pair_rows(40, "anchor", "positive")
-    hard = [
-        {**row, "negatives": [pairs[(n + 7) % 40]["positive"], f"not {row['positive']}"]} for n, row in enumerate(pairs)
-    ]
+    pairs = [row | {"positive": f"{n} {row['positive']}"} for n, row in enumerate(pair_rows(40, "anchor", "positive"))]
+    hard = [{**row, "negatives": [f"unlike {row['anchor']}", f"not {row['positive']}"]} for row in pairs]
     scored = [
         {"sentence1": row["anchor"], "sentence2": pairs[(n + n % 3) % 40]["positive"], "score": 1 - (n % 3) / 2}
         for n, row in enumerate(pairs)

@@ -220,7 +220,7 @@ def check_padding(session: Session) -> None:
         UserError: If it does not, on any process.
     """
     trainer = session.trainer
-    first = list(itertools.islice(iter(session.prepared.train), 2))
+    first = list(itertools.islice(iter(trainer.train_dataset), 2))
     batches = [trainer.data_collator(rows) for rows in (first, *([row] for row in first))]
     with torch.no_grad(), evaluating(trainer.model_wrapped):
         scores = [
