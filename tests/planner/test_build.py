@@ -407,3 +407,19 @@ def test_the_answers_that_judged_rows_borrow_are_planned_as_evaluations(traced: 
     reference = kto.work.total_seconds.value - 10 * kto.work.step_seconds.value
     before = sft.work.total_seconds.value - 10 * sft.work.step_seconds.value
     assert 0 < reference - before < 10 * kto.work.step_seconds.value
+
+
+def test_the_first_pass_over_texts_is_planned_where_a_step_has_several_micro_batches(traced: None) -> None:
+    counted = DataStatistics(1000, 400_000, 2_000, 2000, 80_000_000, (200.0,) * 1001)
+    steps = {"schedule.max_steps": 10, "batch.global_batch_size": 16, "objective": "embedding"}
+
+    def plan(size: int) -> Any:
+        given = recipe().with_values({**steps, "batch.micro_batch_size": size})
+        return estimate(given, "r", find("h100"), config=CONFIG, statistics=counted, advice=False)
+
+    once, twice = plan(16), plan(8)
+    assert once.answers == twice.answers == 2 and once.texts
+    assert once.work.model_flops_per_step == pytest.approx(twice.work.model_flops_per_step)
+    # Of three passes, one forward, another forward makes at most a half more.
+    assert 1.1 < twice.work.hardware_flops_per_step / once.work.hardware_flops_per_step < 1.5
+    assert 1.1 < twice.work.step_seconds.value / once.work.step_seconds.value < 1.6

@@ -78,7 +78,7 @@ def _estimated(setting: Setting, note: str) -> Trace:
     stays = between if recomputes and setting.checkpointing != "offload" else 0 if recomputes else kept
     activations = Amount((0.0, float(kept if recomputes else between), 0.0), (0.0, float(stays), 0.0))
     headed = setting.objective in HEADED
-    scored = 2 if headed else vocab
+    scored = (1 if setting.objective == EMBEDDING else 2) if headed else vocab
     logits = Amount((0.0, float(12 * (scored if headed else hidden)), 0.0))
     matrices = often * (wide + narrow) * hidden * 2 + 3 * inner * hidden * active
     times = 2.0 if setting.method["name"] == "full" else 1.0
