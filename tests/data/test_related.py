@@ -1,4 +1,4 @@
-"""Texts that belong together: columns by the names of sentence-transformers, what is refused, and what the audit says."""
+"""Texts that belong together: columns by the names of sentence-transformers, what is refused, what the audit says."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_pairs_of_other_names_are_named() -> None:
 )
 def test_negatives_stand_in_one_column_or_several(negatives: dict[str, Any]) -> None:
     assert read({"anchor": "a", "positive": "b", **negatives}, negatives=2).texts == ["a", "b", "c", "d"]
-    with pytest.raises(UserError, match="has negatives in .* and embedding.negatives is 0") as refused:
+    with pytest.raises(UserError, match=r"has negatives in .* and embedding.negatives is 0") as refused:
         read({"anchor": "a", "positive": "b", **negatives})
     assert f"set embedding.negatives={3 if 'negatives' in negatives else 2}" in str(refused.value)
 
 
 def test_rows_with_too_few_negatives_are_refused() -> None:
-    with pytest.raises(UserError, match="x row 1 has 1 negatives, and embedding.negatives asks for 2"):
+    with pytest.raises(UserError, match=r"x row 1 has 1 negatives, and embedding.negatives asks for 2"):
         read({"anchor": "a", "positive": "b", "negative": "c"}, negatives=2)
 
 
@@ -72,7 +72,9 @@ def test_pairs_have_scores_or_none() -> None:
 
 
 def test_prompts_stand_before_their_texts() -> None:
-    texts = read({"anchor": "a", "positive": "b", "negative": "c"}, negatives=1, query_prompt="q: ", document_prompt="d: ")
+    texts = read(
+        {"anchor": "a", "positive": "b", "negative": "c"}, negatives=1, query_prompt="q: ", document_prompt="d: "
+    )
     assert texts.texts == ["q: a", "d: b", "d: c"]
 
 

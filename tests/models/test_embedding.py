@@ -81,10 +81,7 @@ def test_the_loss_of_scores_is_cosent_written_out_and_sentence_transformers() ->
     own, gradient = losses_and_gradient(settings(loss="cosent"), vectors, keys, scores)
     cosines = [float(one @ other) for one, other in vectors]
     wanted = math.log(
-        1
-        + sum(
-            math.exp(20 * (cosines[i] - cosines[j])) for i in range(8) for j in range(8) if scores[i] < scores[j]
-        )
+        1 + sum(math.exp(20 * (cosines[i] - cosines[j])) for i in range(8) for j in range(8) if scores[i] < scores[j])
     )
     assert own.tolist() == pytest.approx([wanted] * 8, rel=1e-9)
     leaf = vectors.clone().requires_grad_()
@@ -95,8 +92,8 @@ def test_the_loss_of_scores_is_cosent_written_out_and_sentence_transformers() ->
 
 
 def test_what_belongs_to_an_anchor_is_no_negative_of_it() -> None:
-    """Rows 0 and 1 share their positive, rows 2 and 3 their anchor, the positive of 4 is the anchor of 5, and a negative
-    of row 5 is the positive of row 0."""
+    """Rows 0 and 1 share their positive, rows 2 and 3 their anchor, the positive of 4 is the anchor of 5, and a
+    negative of row 5 is the positive of row 0."""
     vectors, keys = drawn(6, 3)
     keys[1, 1] = keys[0, 1]
     keys[3, 0] = keys[2, 0]

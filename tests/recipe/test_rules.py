@@ -96,7 +96,15 @@ def test_rule_refuses_and_its_fix_is_valid(rule: str, breaks: list[str], fix: li
 
 def test_every_rule_has_a_case_and_names_are_unique() -> None:
     rooms = (INPUT_RULES, METHOD_RULES, TRAINING_RULES, STRATEGY_RULES, PARALLEL_RULES, EXPERT_RULES)
-    rooms += (PIPELINE_RULES, PREFERENCE_RULES, REINFORCEMENT_RULES, HEAD_RULES, EMBEDDING_RULES, IGNORED_RULES, UNUSUAL_RULES)
+    rooms += (
+        PIPELINE_RULES,
+        PREFERENCE_RULES,
+        REINFORCEMENT_RULES,
+        HEAD_RULES,
+        EMBEDDING_RULES,
+        IGNORED_RULES,
+        UNUSUAL_RULES,
+    )
     assert len(RULES) == sum(map(len, rooms))
     assert set(RULES) == {rule for rule, _, _ in CASES}
 

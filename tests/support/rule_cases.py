@@ -585,7 +585,11 @@ CASES = [
         [*SCORED, "embedding.negatives=1"],
         ["embedding.loss=multiple_negatives_ranking"],
     ),
-    ("embedding-alone", [*EMBED, "batch.global_batch_size=1", "batch.micro_batch_size=1"], ["batch.global_batch_size=64"]),
+    (
+        "embedding-alone",
+        [*EMBED, "batch.global_batch_size=1", "batch.micro_batch_size=1"],
+        ["batch.global_batch_size=64"],
+    ),
     ("embedding-dims", [*EMBED, "model=llama_3_2_1b", "embedding.dims=[100000, 64]"], ["embedding.dims=[]"]),
     ("embedding-dims-order", [*EMBED, "embedding.dims=[64, 128]"], ["embedding.dims=[128, 64]"]),
     ("best-vectors", [*EVALUATED, *SCORED, "checkpoint.keep_best=eval_mrr_at_10"], ["checkpoint.keep_best=eval_loss"]),

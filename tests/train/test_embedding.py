@@ -58,7 +58,9 @@ def sentence_model(folder: Path) -> Any:
     return sentence_transformers.SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
 
 
-@pytest.mark.parametrize("rows", [[], HARD, SCORED, ["embedding.dims=[64,16]"]], ids=["pairs", "hard", "scored", "dims"])
+@pytest.mark.parametrize(
+    "rows", [[], HARD, SCORED, ["embedding.dims=[64,16]"]], ids=["pairs", "hard", "scored", "dims"]
+)
 def test_training_does_not_depend_on_how_rows_fall_into_micro_batches(rows: list[str]) -> None:
     curves, norms, figures = [], [], []
     for size in (1, 4, 8):
@@ -115,7 +117,12 @@ def test_the_second_pass_drops_out_what_the_first_did() -> None:
 
 @pytest.mark.parametrize(
     ("model", "more", "pooling"),
-    [("llama", [], "lasttoken"), ("bert", [], "mean"), ("bert", ["embedding.pooling=cls"], "cls"), ("llama", LORA, "lasttoken")],
+    [
+        ("llama", [], "lasttoken"),
+        ("bert", [], "mean"),
+        ("bert", ["embedding.pooling=cls"], "cls"),
+        ("llama", LORA, "lasttoken"),
+    ],
 )
 def test_sentence_transformers_makes_the_vectors_of_what_is_saved(model: str, more: list[str], pooling: str) -> None:
     name = f"saved-{model}-{pooling}-{len(more)}"

@@ -1,5 +1,5 @@
-"""Vectors on every engine: the same losses, norms, figures and weights as of one process; and the demo, which learns with
-a real model."""
+"""Vectors on every engine: the same losses, norms, figures and weights as of one process; and the demo, which learns
+with a real model."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 So a loss reads the vectors of the whole global batch, which no pass has together. They are computed first, of one
 micro-batch after the other and without gradients, and shared by all processes; each process computes the losses of all
-rows, and from them the gradient of every vector. A second pass over each micro-batch sends these through the model (GradCache, Gao et
-al. 2021, arXiv:2101.06983; sentence-transformers' CachedMultipleNegativesRankingLoss). Loss and gradients then are
-those of the whole step, however it is divided. Where a process has one micro-batch in a step, its pass with gradients
-is the only one.
+rows, and from them the gradient of every vector. A second pass over each micro-batch sends these through the model
+(GradCache, Gao et al. 2021, arXiv:2101.06983; sentence-transformers' CachedMultipleNegativesRankingLoss). Loss and
+gradients then are those of the whole step, however it is divided. Where a process has one micro-batch in a step, its
+pass with gradients is the only one.
 """
 
 from __future__ import annotations
