@@ -31,14 +31,16 @@ CORE = [
     ("bert", "scored", "full", "zero3", 2),
     ("llama", "pairs", "full", "fsdp", 1),
     ("bert", "pairs", "lora", "fsdp", 4),
-    ("llama", "pairs", "qlora", "ddp", 1),
 ]
 FULL = [
-    (model, rows, method, engine, size)
-    for model, rows in itertools.product(("llama", "bert"), ROWS)
-    for method in ("full", "lora")
-    for engine in ("ddp", "zero1", "zero2", "zero3", "fsdp")
-    for size in (1, 4)
+    ("llama", "pairs", "qlora", "ddp", 1),
+    *(
+        (model, rows, method, engine, size)
+        for model, rows in itertools.product(("llama", "bert"), ROWS)
+        for method in ("full", "lora")
+        for engine in ("ddp", "zero1", "zero2", "zero3", "fsdp")
+        for size in (1, 4)
+    ),
 ]
 
 
