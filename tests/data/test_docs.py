@@ -14,6 +14,7 @@ from toolkit.data.hub import SECONDS
 from toolkit.data.readers import COMPRESSIONS, KINDS
 from toolkit.data.sources import SPLITS
 from toolkit.data.streaming import AUDITED_ROWS, SHUFFLE_BUFFER
+from toolkit.recipe.embedding import Embedding
 from toolkit.recipe.schema import FORMATS, Data, Source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
@@ -28,9 +29,12 @@ def test_every_format_has_an_example() -> None:
 def test_examples_are_what_they_say(name: str) -> None:
     objectives = {"source_target": "seq2seq", "preference": "dpo"}
     objectives |= {"labelled": "classification", "tagged": "token_classification"}
+    objectives |= {"related": "embedding", "scored": "embedding"}
+    settings = {"related": Embedding(negatives=1), "scored": Embedding(loss="cosent")}
     objective = objectives.get(name, "sft")
     row = json.loads(EXAMPLES[name])
-    row_format = recognise([row], Source(path="d"), Task(objective, "auto", True))
+    task = Task(objective, "auto", True, embedding=settings.get(name, Embedding()))
+    row_format = recognise([row], Source(path="d"), task)
     assert row_format.name == name and row_format.convert(row, "d:1")
 
 

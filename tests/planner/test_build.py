@@ -430,3 +430,19 @@ def test_a_teacher_is_counted_whole_on_each_device_with_its_pass() -> None:
     assert 1.0 < asked / (2 * (8.19e9 - 0.62e9) * whole.work.tokens_per_step) < 1.15
     assert whole.work.model_flops_per_step == without.work.model_flops_per_step
     assert whole.work.step_seconds.value > 1.5 * without.work.step_seconds.value
+
+
+def test_the_first_pass_over_texts_is_planned_where_a_step_has_several_micro_batches(traced: None) -> None:
+    counted = DataStatistics(1000, 400_000, 2_000, 2000, 80_000_000, (200.0,) * 1001)
+    steps = {"schedule.max_steps": 10, "batch.global_batch_size": 16, "objective": "embedding"}
+
+    def plan(size: int) -> Any:
+        given = recipe().with_values({**steps, "batch.micro_batch_size": size})
+        return estimate(given, "r", find("h100"), config=CONFIG, statistics=counted, advice=False)
+
+    once, twice = plan(16), plan(8)
+    assert once.answers == twice.answers == 2 and once.texts
+    assert once.work.model_flops_per_step == pytest.approx(twice.work.model_flops_per_step)
+    # Of three passes, one forward, another forward makes at most a half more.
+    assert 1.1 < twice.work.hardware_flops_per_step / once.work.hardware_flops_per_step < 1.5
+    assert 1.1 < twice.work.step_seconds.value / once.work.step_seconds.value < 1.6

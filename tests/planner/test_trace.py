@@ -591,7 +591,11 @@ def test_the_first_plan_of_a_large_model_takes_seconds_and_little_memory(model: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "objective"), [("llama", "reward"), ("llama", "classification"), ("bert", "token_classification")]
+    ("kind", "objective"),
+    [
+        *(("llama", "reward"), ("llama", "classification"), ("bert", "token_classification")),
+        ("llama", "embedding"),
+    ],
 )
 def test_a_model_with_a_head_of_its_own_is_traced_without_a_vocabulary(
     kind: str, objective: str, tmp_path: Path
@@ -607,12 +611,13 @@ def test_a_model_with_a_head_of_its_own_is_traced_without_a_vocabulary(
     setting = setting_of(recipe, source.config.to_dict(), "cpu", "sdpa", BatchLayout(4, 4, 1, 1, 64))
     made = trace(setting)
     assert made.whole().elements() == sum(each.numel() for each in model.parameters())
-    # Of each token a row of the head, twice as many operations as weights; nothing is scored in chunks.
-    assert made.passes["forward"].matmul.fixed[1] == 2 * 2 * source.config.hidden_size
+    # Of each token a row of the head, twice as many operations as weights; nothing is scored in chunks. Of vectors the
+    # mean of the outputs is taken.
+    rows = 1 if objective == "embedding" else 2
+    assert made.passes["forward"].matmul.fixed[1] == 2 * rows * source.config.hidden_size
     assert made.caches is None and all(moment.logits.chunk == 0 for moment in made.moments)
     # What stands in for a trace counts no vocabulary either.
     guess = estimated(setting, "untraced")
-    assert guess.passes["forward"].matmul.fixed[1] == 2 * 2 * source.config.hidden_size
-    assert (
-        sum(each.numel * each.count for each in guess.tensors if each.place == "head") == 2 * source.config.hidden_size
-    )
+    assert guess.passes["forward"].matmul.fixed[1] == 2 * rows * source.config.hidden_size
+    head = sum(each.numel * each.count for each in guess.tensors if each.place == "head")
+    assert head == (0 if objective == "embedding" else 2 * source.config.hidden_size)

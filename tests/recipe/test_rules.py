@@ -17,6 +17,7 @@ from toolkit.recipe import Recipe, RecipeError
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.rules import RULES, check, load_checked, warnings_of_length
 from toolkit.recipe.rules.distillation import DISTILLATION_RULES
+from toolkit.recipe.rules.embedding import EMBEDDING_RULES
 from toolkit.recipe.rules.expert import EXPERT_RULES
 from toolkit.recipe.rules.heads import HEAD_RULES
 from toolkit.recipe.rules.ignored import IGNORED_RULES
@@ -99,7 +100,7 @@ def test_rule_refuses_and_its_fix_is_valid(rule: str, breaks: list[str], fix: li
 
 def test_every_rule_has_a_case_and_names_are_unique() -> None:
     rooms = (INPUT_RULES, METHOD_RULES, TRAINING_RULES, STRATEGY_RULES, PARALLEL_RULES, EXPERT_RULES)
-    rooms += (PIPELINE_RULES, PREFERENCE_RULES, REINFORCEMENT_RULES, DISTILLATION_RULES, HEAD_RULES)
+    rooms += (PIPELINE_RULES, PREFERENCE_RULES, REINFORCEMENT_RULES, DISTILLATION_RULES, HEAD_RULES, EMBEDDING_RULES)
     rooms += (IGNORED_RULES, UNUSUAL_RULES)
     assert len(RULES) == sum(map(len, rooms))
     assert set(RULES) == {rule for rule, _, _ in CASES}

@@ -29,6 +29,8 @@ TEACHER = "distillation.teacher.path"
 TAUGHT = [DISTILLS, f"{TEACHER}=a/b"]
 LABELS = ["objective=classification"]
 REWARD = ["objective=reward"]
+EMBED = ["objective=embedding"]
+SCORED = [*EMBED, "embedding.loss=cosent"]
 TILES = "activation_checkpointing.mlp_tiles=4"
 PARTS = [*DDP, "parallel.tensor=3"]
 EXPERTS = [*DDP, "model=qwen3_30b_a3b", "parallel.expert=4"]
@@ -578,6 +580,23 @@ CASES = [
     ("head-sequence", [*LABELS, *DDP, *SHARED], ["~parallel.sequence"]),
     ("head-context", [*LABELS, *DDP, *GATHERED], ["~parallel.context"]),
     ("head-pipeline", [*LABELS, *PIPED], ["~parallel.pipeline"]),
+    ("embedding-objective", ["embedding.temperature=0.1"], ["~embedding.temperature"]),
+    ("embedding-objective", ["embedding.temperature=0.1"], EMBED),
+    ("embedding-scored-negatives", [*SCORED, "embedding.negatives=1"], ["~embedding.negatives"]),
+    (
+        "embedding-scored-negatives",
+        [*SCORED, "embedding.negatives=1"],
+        ["embedding.loss=multiple_negatives_ranking"],
+    ),
+    (
+        "embedding-alone",
+        [*EMBED, "batch.global_batch_size=1", "batch.micro_batch_size=1"],
+        ["batch.global_batch_size=64"],
+    ),
+    ("embedding-dims", [*EMBED, "model=llama_3_2_1b", "embedding.dims=[100000, 64]"], ["embedding.dims=[]"]),
+    ("embedding-dims-order", [*EMBED, "embedding.dims=[64, 128]"], ["embedding.dims=[128, 64]"]),
+    ("best-vectors", [*EVALUATED, *SCORED, "checkpoint.keep_best=eval_mrr_at_10"], ["checkpoint.keep_best=eval_loss"]),
+    ("best-vectors", [*EVALUATED, "checkpoint.keep_best=eval_spearman"], ["checkpoint.keep_best=eval_loss"]),
     ("best-f1", [*EVALUATED, *REWARD, "checkpoint.keep_best=eval_macro_f1"], ["checkpoint.keep_best=eval_loss"]),
     ("best-entities", [*EVALUATED, *LABELS, "checkpoint.keep_best=eval_entity_f1"], ["objective=token_classification"]),
     ("preference-exo", [*DPO, "preference.loss=exo_pair"], ["preference.label_smoothing=0.001"]),

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from toolkit.common import UserError
 from toolkit.data.answers import Pairs, Prompts, Verdicts
 from toolkit.data.classes import Classes
+from toolkit.data.related import Texts
 from toolkit.recipe import Recipe
 from toolkit.recipe.heads import HEADED
 from toolkit.recipe.preference import PREFERENCES
@@ -133,6 +134,7 @@ class Side(BaseModel):
     verdicts: Verdicts | None = None
     prompts: Prompts | None = None
     classes: Classes | None = None
+    texts: Texts | None = None
 
     @property
     def seen_rows(self) -> int:
@@ -206,7 +208,7 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
     untrained = audit.untrained_rows
     seen = train.rows + untrained
     action = train.over_long.action
-    learnt = "label" if train.classes else "trained token"
+    learnt = "label" if train.classes else "text of its own" if train.texts else "trained token"
     check_settings = "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`"
     if not train.rows:
         if untrained and not train.untrained_rows:
@@ -219,6 +221,7 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
         )
     elif untrained > MIN_UNTRAINED_FATAL * seen:
         why = "no text, or no known class" if train.classes else "no answer, or it was cut off"
+        why = "a text is missing, or is the other" if train.texts else why
         what = f"{untrained:,} of {seen:,} rows have no {learnt} ({why})"
         yield Problem("fatal", what, check_settings)
     elif untrained:
@@ -306,6 +309,9 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
         of_words = audit.objective == "token_classification"
         for fatal, what, change in train.classes.problems(held_out is not None, of_words):
             yield Problem("fatal" if fatal else "warning", what, change)
+    if train.texts and train.rows:
+        for fatal, what, change in train.texts.problems(train.rows, held_out is not None):
+            yield Problem("fatal" if fatal else "warning", what, change)
     for what, change in held_out.classes.strangers() if held_out and held_out.classes else ():
         yield Problem("warning", what, change)
     if held_out is not None and not held_out.rows:
@@ -323,6 +329,8 @@ def in_sentences(audit: Audit) -> list[str]:
         carried = f"{train.trained_tokens:,} words have labels" if of_words else "each has one score"
     if train.classes and not of_words:
         carried = "each has one label"
+    if train.texts:
+        carried = f"each of their {train.texts.of_row} texts has a vector"
     texts = [f"{train.rows:,} rows of {train.tokens:,} tokens are trained on; {carried}."]
     if train.prompts:
         texts = [f"{train.rows:,} prompts of {train.tokens:,} tokens are asked."]
@@ -336,11 +344,14 @@ def in_sentences(audit: Audit) -> list[str]:
         texts.append(train.verdicts.in_a_sentence(train.rows))
     if train.classes and train.rows:
         texts.append(train.classes.in_a_sentence(of_words))
+    if train.texts and train.rows:
+        texts += train.texts.in_sentences(train.rows)
     texts.append(_cut(audit))
-    learnt = "label" if train.classes else "trained token"
+    learnt = "label" if train.classes else "text of its own" if train.texts else "trained token"
     empty = f"{audit.untrained_rows:,} rows have no {learnt} and are left out."
     if audit.untrained_rows or not train.prompts:
         whole = f"Every row has a {'label' if train.classes else 'token to train'}."
+        whole = "Every row has all its texts." if train.texts else whole
         texts.append(empty if audit.untrained_rows else whole)
     ends = train.stop_trained_rows / max(train.rows, 1)
     if audit.objective not in HEADED and not train.prompts:

@@ -102,6 +102,12 @@ def arithmetic() -> list[dict[str, Any]]:
     ]
 
 
+def docstring_answers() -> list[dict[str, Any]]:
+    """The same questions and answers as two texts, of which one is to be found by the other."""
+    talks = (row["messages"] for row in docstring_rows())
+    return [{"question": asked["content"], "answer": answer["content"]} for asked, answer in talks]
+
+
 def docstring_kinds() -> list[dict[str, Any]]:
     """The same docstrings, each with what it describes: a class, a function or a method."""
     both = zip(docstring_rows(), _lines("objects.jsonl"), strict=True)

@@ -30,7 +30,7 @@ def data_problems(recipe: Recipe, origins: Mapping[str, str]) -> list[Problem]:
         origins: Where the recipe's values were written.
     """
     # Whether the tokenizer has a template is not known without it; the run asks.
-    task = Task(recipe.rows_for, recipe.data.train_on, True, recipe.rollout.system)
+    task = Task.of(recipe, has_chat_template=True)
     problems: dict[str, Problem] = {}
 
     def add(path: str, what: str, hint: str) -> None:

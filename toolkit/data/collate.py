@@ -8,6 +8,7 @@ the device, and wait for it. Many models take positions and ignore them, so `iso
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -261,9 +262,9 @@ def _rows(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def answers_of(pair: dict[str, Any]) -> list[dict[str, Any]]:
-    """The two documents of a row."""
-    first = int(pair["seq_lengths"][0])
-    return [{name: pair[name][part] for name in ("input_ids", "labels")} for part in (slice(first), slice(first, None))]
+    """The documents of a row: two answers, or texts that belong together."""
+    ends = [*itertools.accumulate((int(each) for each in pair["seq_lengths"]), initial=0)]
+    return [{name: pair[name][slice(*part)] for name in ("input_ids", "labels")} for part in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True)

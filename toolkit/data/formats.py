@@ -9,7 +9,7 @@ which the audit counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.common import UserError
@@ -31,6 +31,7 @@ from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_
 from toolkit.data.prompts import PromptFormat, is_empty_prompt, recognise_prompts
 from toolkit.data.proposal import are_texts, check_named, listed, proposal
 from toolkit.data.ratings import ANSWERS, SCORES, Ratings, find_ratings
+from toolkit.data.related import form_of, is_empty_related, read_related, related_columns
 from toolkit.data.rows import (
     IGNORE,
     Chat,
@@ -40,13 +41,16 @@ from toolkit.data.rows import (
     Pair,
     Preference,
     Prompted,
+    Related,
     Row,
     Segments,
     Tagged,
     Text,
     Tokens,
 )
-from toolkit.recipe import preference
+from toolkit.recipe import Recipe, preference
+from toolkit.recipe.embedding import Embedding
+from toolkit.recipe.heads import EMBEDDING
 from toolkit.recipe.reinforcement import REINFORCED
 from toolkit.recipe.schema import FORMATS, OF_CHATS, OF_OBJECTIVES, Source
 
@@ -73,6 +77,13 @@ class Task:
     has_chat_template: bool
     system: str | None = None
     """A system message for prompts that have none, of `rollout` in the recipe."""
+    embedding: Embedding = field(default_factory=Embedding)
+    """The recipe's."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, has_chat_template: bool) -> Task:
+        """That of a recipe."""
+        return cls(recipe.rows_for, recipe.data.train_on, has_chat_template, recipe.rollout.system, recipe.embedding)
 
     @property
     def trains_prompts(self) -> bool:
@@ -88,6 +99,11 @@ class Task:
     def labelled(self) -> str | None:
         """The format of rows with labels, where these are learnt."""
         return {"classification": "labelled", "token_classification": "tagged"}.get(self.objective)
+
+    @property
+    def relates(self) -> bool:
+        """Whether rows are texts that belong together."""
+        return self.objective == EMBEDDING
 
     @property
     def judges(self) -> bool:
@@ -173,6 +189,8 @@ class RowFormat:
             return self._chat(row, required[0], raw, where)
         if self.name == "labelled":
             return read_labelled(row, where, self.classes, lambda value: self._labelled_chat(value, row, where))
+        if self.name in ("related", "scored"):
+            return read_related(row, where, self.task.embedding)
         if self.name == "tagged":
             return read_tagged(row, where, self.classes)
         if self.name == "preference":
@@ -297,6 +315,8 @@ def is_empty(row: Row, task: Task) -> bool:
                 text.text if isinstance(text, Text) else "".join(str(each["content"] or "") for each in text.messages)
             )
             return not (label and f"{said}{second or ''}".strip())
+        case Related():
+            return is_empty_related(row)
         case Tagged(words, tags):
             return not (words and any(tags))
     if task.trains_prompts:
@@ -336,6 +356,9 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
     if task.labelled:
         found = recognised(rows, source, task.labelled, columns, ignored, task.has_chat_template)
         return RowFormat(task.labelled, found, task, ignored)
+    if task.relates:
+        found = related_columns(rows, source, task.embedding, columns, ignored)
+        return RowFormat(form_of(task.embedding), found, task, ignored)
     ratings = find_ratings(columns, rows, ignored) if task.pairs else None
     if ratings:
         rows = [ratings.pair(row, source.path) for row in rows]
@@ -433,6 +456,10 @@ def _check_task(name: str, source: Source, task: Task) -> None:
     if name in ("labelled", "tagged"):
         of = "classification" if name == "labelled" else "token_classification"
         raise UserError(f"{where} does not fit `objective: {task.objective}`", f"set `objective: {of}` to learn labels")
+    if name in ("related", "scored"):
+        raise UserError(
+            f"{where} does not fit `objective: {task.objective}`", "set `objective: embedding` to learn vectors"
+        )
     if task.pairs != (name == "preference"):
         change = "it takes pairs, format preference" if task.pairs else "set `objective: dpo` to learn from pairs"
         raise UserError(f"{where} does not fit `objective: {task.objective}`", change)

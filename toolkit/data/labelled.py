@@ -47,11 +47,7 @@ def recognised(
     Raises:
         UserError: The source is said to be of another format, or has not what this one needs.
     """
-    if source.format not in (None, "auto", form):
-        raise UserError(
-            f"data source `{source.path}` is of the format {source.format}, and this objective takes {form}",
-            f"remove `data.format`, or set it to {form}",
-        )
+    check_format(source, form)
     first = {name: value for row in reversed(rows) for name, value in row.items() if name not in ignored}
     found = labelled_columns(columns, first, source.path, form == "tagged")
     if "messages" in found and not has_chat_template:
@@ -60,6 +56,15 @@ def recognised(
             "set `model.chat_template` (`chatml` or a Jinja file), or train an instruct model that has one",
         )
     return {name: actual for name, actual in found.items() if name != actual}
+
+
+def check_format(source: Source, form: str) -> None:
+    """Refuses a source that is said to be of another format than its objective takes."""
+    if source.format not in (None, "auto", form):
+        raise UserError(
+            f"data source `{source.path}` is of the format {source.format}, and this objective takes {form}",
+            f"remove `data.format`, or set it to {form}",
+        )
 
 
 def labelled_columns(columns: Mapping[str, str], row: Mapping[str, Any], source: str, tagged: bool) -> Columns:

@@ -38,6 +38,7 @@ from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
 from toolkit.data.messages import without_use
 from toolkit.data.mixture import Indices, mix
+from toolkit.data.related import Texts, form_of
 from toolkit.data.rewards import ANSWER, Scorer, needs_reference
 from toolkit.data.rows import Chat, Sample, from_json, sides
 from toolkit.data.sources import Reader, open_source
@@ -64,7 +65,8 @@ class Prepared:
         train: Columns input_ids and labels, with packing, and of pairs of answers,
             also seq_lengths (tokens of each row in a sequence, or of each answer with its prompt). Of judged answers
             the second is that of another row, and there is a column desirable. Of
-            labelled rows labels has one number, of tagged words those at first tokens.
+            labelled rows labels has one number, of tagged words those at first tokens. Of texts that belong together
+            seq_lengths has tokens of each, keys by which equal ones are known, and score what a pair is given.
         eval: Held-out rows, never packed; None if the recipe has none.
         audit: The figures of `toolkit.data.audit`.
         samples: Rows to generate for, held out ones if there are any.
@@ -118,7 +120,7 @@ def prepare(
     train = _open(data.training_sources(), data.streaming)
     held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
     fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, vocab_size, train + held_out)
-    task = Task(recipe.rows_for, data.train_on, bool(tokenizer.chat_template), recipe.rollout.system)
+    task = Task.of(recipe, bool(tokenizer.chat_template))
     train_on = "all" if task.objective == "language_modelling" else data.train_on
     encoder = Encoder(tokenizer, train_on, stop_token_ids, data.chat_template_kwargs, vocab_size)
     chunker = Chunker(encoder, recipe.longest_row, data.over_long)
@@ -174,15 +176,16 @@ def sequence_lengths(rows: Dataset, pairs: bool = False) -> NDArray[np.int64]:
 
 def answer_lengths(rows: Dataset) -> NDArray[np.int64]:
     """(rows, 2) tokens of the chosen and of the rejected answer of each pair, or of each answer that is judged and of
-    the one from another row, with their prompts."""
-    return pc.list_flatten(rows.with_format("arrow")[:]["seq_lengths"]).to_numpy().reshape(-1, 2).astype(np.int64)
+    the one from another row, with their prompts; (rows, texts) of texts that belong together."""
+    lengths = pc.list_flatten(rows.with_format("arrow")[:]["seq_lengths"]).to_numpy()
+    return lengths.reshape(len(rows), -1).astype(np.int64)
 
 
 def _count(path: Path, audit: auditing.Audit, recipe: Recipe) -> DataStatistics:
     """Figures of a folder of prepared data, from the audit and from the lengths of its rows."""
     train, pairs = Dataset.load_from_disk(str(path / "train")), audit.objective == "seq2seq"
     of_sides: Callable[[Dataset], NDArray[np.int64]] = functools.partial(sequence_lengths, pairs=pairs)
-    if audit.train.pairs or audit.train.verdicts:
+    if audit.train.pairs or audit.train.verdicts or audit.train.texts:
         of_sides = answer_lengths
     both, held_out = of_sides(train), np.zeros((1, 1), np.int64)
     lengths = both[:, 0] if audit.train.verdicts else sequence_lengths(train)[:, 0]
@@ -343,7 +346,8 @@ class _Tokens:
         over_long, action = int(self.over_long[numbers].sum()), self.chunker.over_long
         left_out = over_long if action == "drop" else 0
         pairs = self._pairs(numbers, used) if self.recipe.pairs else None
-        left_out += pairs.equal if pairs else 0
+        texts = self._texts(numbers, used) if self.recipe.embeds else None
+        left_out += pairs.equal if pairs else texts.equal if texts else 0
         return auditing.Side(
             rows=len(used),
             tokens=int(self.tokens[used].sum()),
@@ -359,6 +363,7 @@ class _Tokens:
             verdicts=self._verdicts(used) if self.recipe.judges else None,
             prompts=self._prompts(used) if self.recipe.reinforces else None,
             classes=self.found.figures(self._labels(used)) if self.found else None,
+            texts=texts,
         )
 
     def _labels(self, used: Indices) -> NDArray[np.int64]:
@@ -390,6 +395,19 @@ class _Tokens:
             example={name: f"{known[at][0]}: {known[at][1][ANSWER][:80]!r}" for name, at in places.items()},
         )
 
+    def _texts(self, numbers: Indices, used: Indices) -> Texts:
+        """Figures of texts that belong together; those of a row are one chunk."""
+        keys, cut, scores = (
+            self.chunks.data.column(name).take(pa.array(self.start[used])) for name in ("keys", "cut", "score")
+        )
+        dropped = self.over_long[numbers] & (self.chunker.over_long == "drop")
+        return Texts.of(
+            pc.list_flatten(keys).to_numpy().reshape(len(used), self.recipe.answers),
+            equal=int(np.count_nonzero(self.answers["equal"][self.start[numbers]] & ~dropped)),
+            cut=pc.sum(cut).as_py() or 0,
+            scores=scores.to_numpy() if form_of(self.recipe.embedding) == "scored" else None,
+        )
+
     def _pairs(self, numbers: Indices, used: Indices) -> Pairs:
         """Figures of pairs of answers, each of which is one chunk."""
         chosen, rejected, equal, apart = self.answers.values()
@@ -410,6 +428,7 @@ class _Tokens:
         chosen = np.repeat(self.start[numbers], count) + within
         further = ["seq_lengths"] if self.recipe.pairs else ["desirable"] if self.recipe.judges else []
         further += ["columns"] if self.recipe.reinforces else []
+        further += ["seq_lengths", "keys", "score"] if self.recipe.embeds else []
         if self.found and pc.max(pc.list_value_length(self.chunks.data.column("token_type_ids"))).as_py():
             further = ["token_type_ids"]
         columns = ["input_ids", "labels", *further]
@@ -449,6 +468,7 @@ def _fingerprint(
         "seed": recipe.seed,
         "samples": _num_samples(recipe),
         **(_of_prompts(recipe) if recipe.reinforces else {}),
+        **({"embedding": recipe.embedding.model_dump(mode="json")} if recipe.embeds else {}),
         "template": [recipe.model.chat_template, tokenizer.chat_template],
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "stop": sorted(stop_token_ids),

@@ -47,8 +47,14 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
             numbered = (f"document {number}" for number in itertools.count(1))
             parts = iter(("the chosen answer", "the rejected answer")) if pair else numbered
             what = f" in {len(lengths)} {'answers' if pair else 'documents'}" if "seq_lengths" in row else ""
+            if texts := prepared.audit.train.texts:
+                first = ("the first text", "the second") if texts.scores else ("the anchor", "its positive")
+                parts, pair = itertools.chain(first, itertools.repeat("a negative")), True
             what = f" with a {'good' if row['desirable'] else 'bad'} answer" if "desirable" in row else what
             lines = [f"── row {number}: {len(ids):,} tokens{what}, {sum(trained):,} trained"]
+            if texts:
+                scored = f", of the score {row['score']:g}" if texts.scores else ""
+                lines = [f"── row {number}: {len(ids):,} tokens in {len(lengths)} texts{scored}"]
             if "columns" in row:
                 reference = json.loads(row["columns"])[1][ANSWER]
                 lines = [f"── row {number}: a prompt of {len(ids):,} tokens, whose answer is {reference!r}"]

@@ -114,8 +114,20 @@ class Tagged:
     tags: list[str]
 
 
+@dataclass(frozen=True)
+class Related:
+    """Texts that belong together: an anchor, its positive, and negatives; or two texts and how near they are.
+
+    Attributes:
+        score: Higher for what is nearer; of anchors and positives there is none.
+    """
+
+    texts: list[str]
+    score: float | None = None
+
+
 Single = Text | Completion | Chat | Pair | Segments | Tokens | Labelled | Tagged
-Row = Single | Preference | Judged | Prompted
+Row = Single | Preference | Judged | Prompted | Related
 
 
 class Sample(Partial):
@@ -147,12 +159,14 @@ def from_json(text: str) -> Row:
 
 
 def sides(row: Row) -> tuple[Single, ...]:
-    """The rows that are encoded: both answers of a preference, the one that is judged, a prompt, any other row
-    itself."""
+    """The rows that are encoded: both answers of a preference, the one that is judged, a prompt, each of the texts
+    that belong together, any other row itself."""
     if isinstance(row, Preference):
         return row.chosen, row.rejected
     if isinstance(row, Prompted):
         return (row.asked,)
+    if isinstance(row, Related):
+        return tuple(Labelled(Text(text), None, "") for text in row.texts)
     return (row.answer,) if isinstance(row, Judged) else (row,)
 
 
@@ -173,6 +187,8 @@ def _row(listed: list[Any]) -> Row:
         return Prompted(_row(fields[0]), fields[1])  # type: ignore[arg-type]
     if kind == Judged.__name__:
         return Judged(_row(fields[0]), fields[1])  # type: ignore[arg-type]
+    if kind == Related.__name__:
+        return Related(*fields)
     if kind == Labelled.__name__:
         return Labelled(_row(fields[0]), *fields[1:])  # type: ignore[arg-type]
     forms: tuple[type[Single], ...] = (Text, Completion, Chat, Pair, Segments, Tokens, Tagged)

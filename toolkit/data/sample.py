@@ -73,7 +73,7 @@ class _Counter:
         import tokenizers
 
         # Whether the tokenizer has a template is not known without it; most have one.
-        self.task = Task(recipe.rows_for, recipe.data.train_on, True, recipe.rollout.system)
+        self.task = Task.of(recipe, has_chat_template=True)
         self._count_of, self._answer = recipe.answers, recipe.rollout.max_completion_tokens
         file = model_configs.tokenizer_file(recipe.model)
         self._tokenizer, self.how = None, ", at four characters a token because the tokenizer is not on this disk"
@@ -89,18 +89,20 @@ class _Counter:
 
     def __call__(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
         """Of each row: tokens, those that carry loss, and those of a pair's target; of two answers both, and the tokens
-        of the longer one with its prompt; of a prompt all its answers, as long as they may be, and one of them."""
+        of the longer one with its prompt; of texts that belong together the same of all; of a prompt all its answers,
+        as long as they may be, and one of them."""
         if self.task.reinforces:
             for length, _, _ in self._count([side for row in rows for side in sides(row)]):
                 whole = length + self._answer
                 yield self._count_of * whole, self._count_of * self._answer, whole
             return
-        if not self.task.pairs:
+        if not (self.task.pairs or self.task.relates):
             yield from self._count([side for row in rows for side in sides(row)])
             return
         counted = self._count([side for row in rows for side in sides(row)])
-        for chosen, rejected in zip(counted, counted, strict=True):
-            yield chosen[0] + rejected[0], chosen[1] + rejected[1], max(chosen[0], rejected[0])
+        for each in zip(*[counted] * self._count_of, strict=True):
+            lengths, trained, _ = zip(*each, strict=True)
+            yield sum(lengths), sum(trained), max(lengths)
 
     def _count(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
         parts = [list(self._parts(row)) for row in rows]

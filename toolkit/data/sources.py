@@ -173,6 +173,7 @@ class _Builtin(Reader):
             "stdlib-docstrings-judged": builtin.judged_docstrings,
             "stdlib-docstrings-kinds": builtin.docstring_kinds,
             "stdlib-docstrings-names": builtin.docstring_names,
+            "stdlib-docstrings-answers": builtin.docstring_answers,
             "arithmetic": builtin.arithmetic,
         }
         load = known.get(self.source.path.removeprefix("builtin:"))

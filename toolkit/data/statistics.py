@@ -169,6 +169,7 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
         "seq_len": recipe.batch.seq_len,
         "seed": recipe.seed,
         **({"rollout": recipe.rollout.model_dump(mode="json")} if recipe.reinforces else {}),
+        **({"embedding": recipe.embedding.model_dump(mode="json")} if recipe.embeds else {}),
         # The built-in rows are the docstrings of Python itself.
         "python": sys.version,
         "files": stamps,

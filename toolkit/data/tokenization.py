@@ -38,6 +38,7 @@ from toolkit.data.label_encoding import closing
 from toolkit.data.messages import further_fields
 from toolkit.data.prompts import PromptFormat
 from toolkit.data.readers import RawRow
+from toolkit.data.related import key_of
 from toolkit.data.rows import (
     IGNORE,
     Chat,
@@ -45,6 +46,7 @@ from toolkit.data.rows import (
     Labelled,
     Preference,
     Prompted,
+    Related,
     Row,
     Tagged,
     from_json,
@@ -70,13 +72,13 @@ ROWS_SCHEMA = pa.schema(
 FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 TOKENS_FEATURES = Features(
     {**FEATURES, "kind": Value("string")}
-    | dict.fromkeys(("row", "length", "trained", "chosen", "rejected"), Value("int64"))
+    | dict.fromkeys(("row", "length", "trained", "chosen", "rejected", "cut"), Value("int64"))
     | dict.fromkeys(("stops", "merged", "prompt_lost", "equal", "apart", "desirable"), Value("bool"))
     | dict.fromkeys(("seq_lengths", "token_type_ids"), List(Value("int32")))
-    | {"columns": Value("large_string")}
+    | {"columns": Value("large_string"), "keys": List(Value("int64")), "score": Value("float64")}
 )
 _NO_PAIR = {"chosen": 0, "rejected": 0, "equal": False, "apart": False, "seq_lengths": [], "token_type_ids": []}
-_NO_PAIR |= {"columns": ""}
+_NO_PAIR |= {"columns": "", "cut": 0, "keys": [], "score": 0.0}
 """Columns of rows that are no pairs of answers."""
 
 
@@ -206,6 +208,8 @@ class Chunker:
     def _encoded(self, row: Row, *both: Encoded) -> list[dict[str, Any]]:
         if isinstance(row, Preference):
             return [self._pair(type(row.chosen).__name__, *both)]
+        if isinstance(row, Related):
+            return [self._related(row, both)]
         return [self._labelled(row, *both)] if isinstance(row, Labelled | Tagged) else self._chunks(row, *both)
 
     def _labelled(self, row: Labelled | Tagged, encoded: Encoded) -> dict[str, Any]:
@@ -215,17 +219,41 @@ class Chunker:
         labels = [IGNORE if word == IGNORE else numbers.get(named[word], IGNORE) for word in encoded.labels]
         ids, types, length = encoded.input_ids, encoded.token_type_ids, len(encoded.input_ids)
         if length > self.seq_len and self.over_long == "truncate":
-            kept = closing(self.encoder.tokenizer)
-
-            def cut(values: list[int]) -> list[int]:
-                return [*values[: self.seq_len - kept], *values[len(values) - kept :]]
-
-            ids, types = cut(ids), cut(types) if types else types
-            labels = cut(labels) if isinstance(row, Tagged) else labels
+            ids, types = self._cut(ids), self._cut(types) if types else types
+            labels = self._cut(labels) if isinstance(row, Tagged) else labels
         trained = sum(label != IGNORE for label in labels)
         whole = {"kind": type(row).__name__, "length": length, "merged": False, "prompt_lost": False, "stops": True}
         told = {"input_ids": ids, "labels": labels, "trained": trained, "desirable": False}
         return _NO_PAIR | whole | told | {"token_type_ids": types}
+
+    def _cut(self, values: list[int]) -> list[int]:
+        """What of a text's tokens, or of what stands beside them, is kept: the beginning, and what ends every text."""
+        kept = closing(self.encoder.tokenizer)
+        return [*values[: self.seq_len - kept], *values[len(values) - kept :]]
+
+    def _related(self, row: Related, encoded: Sequence[Encoded]) -> dict[str, Any]:
+        """Texts behind each other, each cut to length by itself; an anchor that is its own positive is not trained."""
+        whole = [each.input_ids for each in encoded]
+        cuts = self.over_long == "truncate"
+        ids = [self._cut(each) if cuts and len(each) > self.seq_len else each for each in whole]
+        equal = row.score is None and ids[0] == ids[1]
+        flat = [token for each in ids for token in each]
+        return _NO_PAIR | {
+            "kind": type(row).__name__,
+            "desirable": False,
+            "input_ids": flat,
+            "labels": [IGNORE] * len(flat),
+            "seq_lengths": [*map(len, ids)],
+            "length": max(map(len, whole)),
+            "trained": 0 if equal or not all(ids) else len(ids),
+            "stops": True,
+            "merged": False,
+            "prompt_lost": False,
+            "equal": equal,
+            "cut": sum(len(each) > self.seq_len for each in whole) if cuts else 0,
+            "keys": [*map(key_of, ids)],
+            "score": row.score or 0.0,
+        }
 
     def _chunks(self, row: Row, encoded: Encoded) -> list[dict[str, Any]]:
         kind, desirable = type(sides(row)[0]).__name__, isinstance(row, Judged) and row.desirable
@@ -264,7 +292,7 @@ class Chunker:
         ids, labels = [side.input_ids[:end] for side in both], [side.labels[:end] for side in both]
         targets = [[label for label in side if label != IGNORE] for side in labels]
         equal = ids[0] == ids[1]
-        return {
+        return _NO_PAIR | {
             "kind": kind,
             "desirable": False,
             "input_ids": [*ids[0], *ids[1]],
@@ -278,9 +306,7 @@ class Chunker:
             "merged": any(side.boundary_merged for side in both),
             "prompt_lost": any(side.prompt_lost for side in both),
             "equal": equal,
-            "token_type_ids": [],
             "apart": _prompt(chosen) != _prompt(rejected),
-            "columns": "",
         }
 
 

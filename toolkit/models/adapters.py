@@ -22,11 +22,16 @@ from toolkit.models.lora_products import add_by_product
 from toolkit.models.stored import FORMS
 from toolkit.models.stored_loading import StoredConfig
 from toolkit.recipe import Recipe
-from toolkit.recipe.heads import OF_TEXTS
+from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
 from toolkit.recipe.module_names import adapter_patterns, matches, meant, unmatched
 from toolkit.recipe.sections import MOVES_BASE, Method
 
-_TASKS = {"seq2seq": "SEQ_2_SEQ_LM", "token_classification": "TOKEN_CLS", **dict.fromkeys(OF_TEXTS, "SEQ_CLS")}
+_TASKS = {
+    "seq2seq": "SEQ_2_SEQ_LM",
+    "token_classification": "TOKEN_CLS",
+    EMBEDDING: "FEATURE_EXTRACTION",
+    **dict.fromkeys(OF_TEXTS, "SEQ_CLS"),
+}
 """PEFT's name of an objective's task."""
 
 

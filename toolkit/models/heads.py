@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -25,7 +26,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
-from toolkit.recipe.heads import OF_TEXTS
+from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
 
 _log = logging.getLogger("toolkit.models")
 _POOLER = "pooler"
@@ -36,6 +37,7 @@ _CLASSES = {
     "seq2seq": (AutoModelForSeq2SeqLM, "an encoder-decoder"),
     **dict.fromkeys(OF_TEXTS, (AutoModelForSequenceClassification, "a classifier of texts")),
     "token_classification": (AutoModelForTokenClassification, "a classifier of tokens"),
+    EMBEDDING: (AutoModel, "a model of texts"),
 }
 _OTHERS = (AutoModelForCausalLM, "a causal language model")
 
@@ -68,7 +70,10 @@ def with_labels(config: Any, labels: Sequence[str], pad_token_id: int | None, wh
 
 
 def head_modules(model: Any) -> list[str]:
-    """Names of the modules of a head, the pooler among them, that have parameters of their own."""
+    """Names of the modules of a head, the pooler among them, that have parameters of their own; none of a model that
+    ends with the outputs of its tokens."""
+    if model.base_model is model:
+        return []
     prefix = model.base_model_prefix
     outside = [name for name, _ in model.named_children() if name != prefix]
     # Encoders without one have None there.

@@ -39,6 +39,7 @@ from toolkit.distributed.engines import Dtypes, loads_on_device
 from toolkit.models import attention_kernels, device, experts
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config
 from toolkit.models.blockwise import Weights
+from toolkit.models.embedding import drop_pooler
 from toolkit.models.heads import (
     auto_class,
     begin_head,
@@ -49,6 +50,7 @@ from toolkit.models.heads import (
     names_of_head,
     with_labels,
 )
+from toolkit.models.sentence_files import POOLING, pooling_of
 from toolkit.models.tokenizer_limits import check_growth
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.config_limits import MARKED, has_mark
@@ -102,13 +104,14 @@ class ModelSource:
         return cls(recipe, location, config)
 
     def labelled(self, labels: Sequence[str], tokenizer: Any) -> ModelSource:
-        """The same with a head that has an output for each label; unchanged where the head scores the vocabulary.
+        """The same with a head that has an output for each label; unchanged where the head scores the vocabulary, and
+        where there is none.
 
         Args:
             labels: Names of classes; of a reward model there are none.
             tokenizer: Pads texts, whose last token the head looks for.
         """
-        if not self.recipe.headed:
+        if not self.recipe.headed or self.recipe.embeds:
             return self
         whole, names = self.recipe.objective in OF_TEXTS, [*labels] or [REWARD]
         config = with_labels(self.config, names, tokenizer.pad_token_id, whole)
@@ -166,6 +169,11 @@ class ModelSource:
                 raise UserError(f"{file}: eos_token_id is {stops}, not numbers of tokens", "correct the file")
             ids.update(stops)
         return frozenset(token for token in ids if token is not None)
+
+    @functools.cached_property
+    def pooling(self) -> str:
+        """How outputs of tokens become a text's vector, see `sentence_files.pooling_of`."""
+        return pooling_of(self.recipe, self.config, self._file(POOLING))
 
     def weight_files(self) -> list[Path]:
         """The files on disk that the model is loaded from: of a GGUF file, which holds everything, that alone."""
@@ -339,6 +347,9 @@ def _with_all_weights(recipe: Recipe, arguments: dict[str, Any], stored: Any = N
     parameters = {name for name, _ in model.named_parameters()}
     missing, other = sorted(parameters & found["missing_keys"]), sorted(found["mismatched_keys"], key=str)
     unknown = sorted(found["unexpected_keys"])
+    if recipe.embeds:
+        drop_pooler(model)
+        missing = [name for name in missing if not name.startswith("pooler.")]
     if recipe.headed:
         heads = head_modules(model)
         lacking = [name for name in (*missing, *(name for name, *_ in other)) if belongs_to_head(name, heads)]

@@ -136,6 +136,7 @@ class _Question:
             gradient_accumulation_steps=layout.gradient_accumulation_steps,
             global_batch_size=layout.global_batch_size,
             answers=layout.answers,
+            texts=recipe.embeds,
             seq_len=layout.seq_len,
             sequence=layout.sharing,
             tensor=layout.tensor,

@@ -293,6 +293,8 @@ class Plan(Figures):
     """Rows per optimizer step: sequences, or pairs of answers."""
     answers: int = 1
     """Sequences of a row: 2 of a pair of answers."""
+    texts: bool = False
+    """Whether these are texts that belong together."""
     seq_len: int
     """Tokens per sequence, at most."""
     sequence: int = 1

@@ -122,6 +122,12 @@ class Workload:
         return once, once * (1 if checkpointing.mode == "none" else 1 + 1 / checkpointing.every_n_layers)
 
     @property
+    def passes_before(self) -> bool:
+        """Whether each micro-batch is passed over once without gradients before: answers of other rows to judged ones,
+        and texts whose vectors the losses of other micro-batches read."""
+        return self.recipe.judges or (self.recipe.embeds and self.accumulates)
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients are summed over several micro-batches."""
         return self.layout.gradient_accumulation_steps > 1

@@ -41,7 +41,7 @@ class Section(BaseModel):
     @classmethod
     def _legible(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses texts that are empty, and characters that no editor shows."""
-        prose = info.field_name in ("description", "prompts", "system")
+        prose = info.field_name in ("description", "prompts", "system", "query_prompt", "document_prompt")
         for text in _texts(value):
             if not text.strip() and info.field_name != "description":
                 raise PydanticCustomError("empty_text", "is empty")

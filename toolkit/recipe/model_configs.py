@@ -182,7 +182,7 @@ def num_layers(config: Mapping[str, Any]) -> int | None:
 def width(config: Mapping[str, Any]) -> int | None:
     """Numbers that the layers hand on for each token; None if not stated."""
     text = text_config(config)
-    return next((text[key] for key in ("hidden_size", "d_model", "n_embd") if text.get(key)), None)
+    return next((text[key] for key in ("hidden_size", "d_model", "n_embd", "dim") if text.get(key)), None)
 
 
 def attention_widths(config: Mapping[str, Any]) -> tuple[int, int, int]:

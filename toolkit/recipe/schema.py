@@ -14,8 +14,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.recipe.base import Place, Section
 from toolkit.recipe.distillation import DISTILLATION, Distillation
+from toolkit.recipe.embedding import Embedding
 from toolkit.recipe.faults import Faults
-from toolkit.recipe.heads import CLASSIFYING, HEADED
+from toolkit.recipe.heads import CLASSIFYING, EMBEDDING, HEADED
 from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.preference import (
     JUDGED,
@@ -65,9 +66,11 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "labelled": (("label",), ("text", "text_pair", "messages", "system", *OF_CHATS)),
     "tagged": (("tokens", "tags"), ()),
+    "related": (("anchor", "positive"), ("negative", "negatives", *(f"negative_{n}" for n in range(1, 17)))),
+    "scored": (("sentence1", "sentence2", "score"), ()),
 }
 """Format to its required and its optional columns."""
-OF_OBJECTIVES = ("preference", "labelled", "tagged")
+OF_OBJECTIVES = ("preference", "labelled", "tagged", "related", "scored")
 """Formats that belong to objectives, and are not recognised by their columns alone."""
 
 
@@ -115,7 +118,8 @@ class Source(Section):
     """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), an address (`s3://`, `https://`), hub id, or
     `builtin:stdlib-docstrings`, the same as pairs of answers, `builtin:stdlib-docstring-pairs`, with answers that are
     judged, `builtin:stdlib-docstrings-judged`, or with labels, `builtin:stdlib-docstrings-kinds` and, of words,
-    `builtin:stdlib-docstrings-names`; or `builtin:arithmetic`, sums to be worked out."""
+    `builtin:stdlib-docstrings-names`, or as questions and answers, `builtin:stdlib-docstrings-answers`; or
+    `builtin:arithmetic`, sums to be worked out."""
     name: str | None = None
     """Configuration (subset) of a hub data set."""
     revision: str | None = None
@@ -240,6 +244,7 @@ class Recipe(Section):
         "reward",
         "classification",
         "token_classification",
+        "embedding",
     ] = "sft"
     """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
     `seq2seq` the training of encoder-decoders. `dpo`, `cpo`, `simpo` and `orpo` learn from pairs of answers to prefer
@@ -247,8 +252,10 @@ class Recipe(Section):
     learns from single answers, each of which is good or bad. `grpo` and `rloo` learn from rewards of answers that the
     model itself gives. `distillation` learns what another model, the teacher, would say in place of each token, on the
     rows of `sft`. `reward` learns to score answers from pairs, `classification` to tell the class of a text or a pair
-    of texts, and `token_classification` that of each word."""
+    of texts, `token_classification` that of each word, and `embedding` to give texts that belong together vectors that
+    are near to each other."""
     preference: Preference = Preference()
+    embedding: Embedding = Embedding()
     rollout: Rollout = Rollout()
     rewards: Rewards = Rewards()
     policy: Policy = Policy()
@@ -311,8 +318,13 @@ class Recipe(Section):
 
     @property
     def headed(self) -> bool:
-        """Whether the model has a head of the objective's own, and none for the vocabulary."""
+        """Whether the model has a head of the objective's own, or vectors alone, and no head for the vocabulary."""
         return self.objective in HEADED
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the model learns vectors of texts."""
+        return self.objective == EMBEDDING
 
     @property
     def classifies(self) -> bool:
@@ -341,7 +353,10 @@ class Recipe(Section):
 
     @property
     def answers(self) -> int:
-        """Sequences of a row: two of a pair of answers, and as many as a prompt is given."""
+        """Sequences of a row: two of a pair of answers, the texts that belong together or not, and as many as a prompt
+        is given."""
+        if self.embeds:
+            return 2 + self.embedding.negatives
         return self.rollout.num_generations if self.reinforces else 2 if self.pairs else 1
 
     @property

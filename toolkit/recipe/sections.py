@@ -252,8 +252,8 @@ class Batch(Section):
     seq_len: PositiveInt = 2048
     """Longest sequence in tokens; with `data.packing` the length of every sequence."""
     global_batch_size: PositiveInt | None = None
-    """Sequences, pairs of answers, or prompts with all their answers, per optimizer step over all processes; 16 if
-    `tokens_per_step` is not set either."""
+    """Sequences, pairs of answers, prompts with all their answers, or texts that belong together, per optimizer step
+    over all processes; 16 if `tokens_per_step` is not set either."""
     tokens_per_step: PositiveInt | None = None
     """Tokens per optimizer step over all processes, instead of `global_batch_size`, which is then this many over
     `seq_len`."""
@@ -293,7 +293,11 @@ class ActivationCheckpointing(Section):
         return self.mode != "none" and self.every_n_layers == 1
 
 
-_BEST = ("eval_loss", "eval_accuracy", "eval_macro_f1", "eval_entity_f1", "eval_bleu", "eval_chrf", "eval_exact_match")
+RETRIEVAL, CORRELATIONS = ("recall_at_1", "recall_at_10", "mrr_at_10"), ("spearman", "pearson")
+"""What is measured of vectors: how well positives are found, and how well cosines agree with scores."""
+_OF_VECTORS = tuple(f"eval_{name}" for name in (*RETRIEVAL, *CORRELATIONS))
+_OF_TARGETS = ("eval_bleu", "eval_chrf", "eval_exact_match")
+_BEST = ("eval_loss", "eval_accuracy", "eval_macro_f1", "eval_entity_f1", *_OF_VECTORS, *_OF_TARGETS)
 
 
 class Checkpoint(Section):
@@ -308,7 +312,8 @@ class Checkpoint(Section):
     keep_best: Literal[_BEST] | None = None  # type: ignore[valid-type]
     """Publish the model that was best by this metric of all evaluations in training, instead of the last one.
     `eval_accuracy` is for pairs of answers and for classes, `eval_macro_f1` for classes, `eval_entity_f1` for
-    `objective: token_classification`; the others but `eval_loss` take `evaluation.generation_metrics`."""
+    `objective: token_classification`, `eval_recall_at_…` and `eval_mrr_at_10`, or with scores `eval_spearman` and
+    `eval_pearson`, for `objective: embedding`; the others but `eval_loss` take `evaluation.generation_metrics`."""
     average_last: Annotated[int, Field(ge=2)] | None = None
     """Publish the mean of the weights at the last so many checkpoints, the last step counting as one (stochastic weight
     averaging, Izmailov et al. 2018). Of adapters the mean of each matrix is taken, not of their products."""

@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from toolkit.common import compact, concealed, duration, perplexity_of, perplexity_text
 from toolkit.data.readers import KINDS
 from toolkit.recipe import Recipe
-from toolkit.recipe.heads import OF_TEXTS
+from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
 from toolkit.recipe.preference import PREFERENCES
 from toolkit.report import page
 from toolkit.report.class_tables import class_tables
@@ -26,8 +26,9 @@ from toolkit.report.plan_view import energy_text
 from toolkit.report.rewards import MARGIN, held_out
 from toolkit.report.run_page import percent_change
 from toolkit.report.run_view import step_times, token_rates
+from toolkit.report.scores import OF_VECTORS, of_tokens
 from toolkit.report.serving import on_base, transformers_line, vllm_line
-from toolkit.report.teacher import NEARNESS, has_perplexity
+from toolkit.report.teacher import NEARNESS
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE = re.compile(rf"({'|'.join(map(re.escape, [*KINDS, '.gguf']))})(\.\w+)?$", re.IGNORECASE)
@@ -46,16 +47,19 @@ _OBJECTIVES = {
     "reward": "reward modelling",
     "classification": "training to classify texts",
     "token_classification": "training to classify words",
+    EMBEDDING: "contrastive training of text embeddings",
 }
-_TAGS = {"language_modelling": "continued-pretraining", "reward": "reward-model"}
+_TAGS = {"language_modelling": "continued-pretraining", "reward": "reward-model", EMBEDDING: "sentence-transformers"}
 _TASKS = {
     "seq2seq": "text2text-generation",
     "token_classification": "token-classification",
+    EMBEDDING: "sentence-similarity",
     **dict.fromkeys(OF_TEXTS, "text-classification"),
 }
 _CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "token_classification": "AutoModelForTokenClassification",
+    EMBEDDING: "AutoModel",
     **dict.fromkeys(OF_TEXTS, "AutoModelForSequenceClassification"),
 }
 _METRICS = (
@@ -67,6 +71,7 @@ _METRICS = (
     ("eval_kl", "kl", NEARNESS["eval_kl"]),
     ("eval_agreement", "agreement", NEARNESS["eval_agreement"]),
     ("eval_cross_entropy", "cross_entropy", "cross-entropy of the labels"),
+    *((key, key.removeprefix("eval_"), title) for key, title in OF_VECTORS.items()),
     ("eval_reward_margin", "reward_margin", "reward margin"),
     ("eval_bleu", "bleu", "BLEU"),
     ("eval_chrf", "chrf", "chrF"),
@@ -157,7 +162,7 @@ def _results(record: Record) -> list[tuple[str, str, float | None, float | None]
         ]
     first, last = (
         {key: number(value) for key, value in row.items()}
-        | ({"eval_perplexity": _perplexity(row)} if has_perplexity(row) else {})
+        | ({"eval_perplexity": _perplexity(row)} if of_tokens(row) else {})
         for row in (record.evaluations[0], record.result)
     )
     return [
@@ -225,13 +230,23 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
     ]
     if recipe.prefers:
         rows.append(("preference", _preference(recipe)))
+    if recipe.embeds:
+        rows.append(("embedding", _embedding(recipe)))
     if recipe.reinforces:
         rewards = ", ".join(f"{name} ({weight:g})" for name, weight in recipe.rewards.weights().items())
         rows += [("rewards and their weights", rewards), ("policy", _policy(recipe))]
     if recipe.distills:
         rows.append(("distillation", _distillation(recipe)))
     if batch := record.manifest.batch:
-        what = "pairs" if recipe.pairs else "prompts" if recipe.reinforces else "sequences"
+        what = (
+            "pairs"
+            if recipe.pairs
+            else "rows of texts"
+            if recipe.embeds
+            else "prompts"
+            if recipe.reinforces
+            else "sequences"
+        )
         rows.append(("global batch size", f"{batch.global_batch_size:,} {what}"))
     if record.training:
         last = record.training[-1]
@@ -253,6 +268,15 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
         planned = f" (planned {energy_text(limit)}, at the devices' power limit)" if limit is not None else ""
         rows.append(("energy of the devices", f"{energy_text(measured.energy_kwh)} measured{planned}"))
     return [*rows, ("seed", str(recipe.seed))]
+
+
+def _embedding(recipe: Recipe) -> str:
+    """The loss of vectors with what it was set to."""
+    settings = recipe.embedding
+    parts = [f"loss {settings.loss}", f"temperature {settings.temperature:g}", f"pooling {settings.pooling}"]
+    parts += [f"{settings.negatives} hard negatives"] if settings.negatives else []
+    parts += [f"dims {', '.join(map(str, settings.dims))}"] if settings.dims else []
+    return ", ".join(parts)
 
 
 def _preference(recipe: Recipe) -> str:

@@ -24,7 +24,8 @@ from toolkit.report.charts import Series, chart, smooth
 from toolkit.report.coordinates import Dimension, coordinates
 from toolkit.report.evaluation import Score
 from toolkit.report.load import Manifest, Record, finite, number, read_run
-from toolkit.report.teacher import NEARNESS, has_perplexity
+from toolkit.report.scores import OF_MODELS, OF_TARGETS, of_tokens
+from toolkit.report.teacher import NEARNESS
 
 MISSING = "\N{EN DASH}"
 _OF_THE_RUN = ("output.", "description")
@@ -270,7 +271,7 @@ def _results(records: Sequence[Record]) -> list[Row]:
 
 def _of_labels(records: Sequence[Record], losses: Sequence[float]) -> list[float]:
     """Those of the losses that are of labels, token by token."""
-    alike = [has_perplexity(record.result or {}) for record in records]
+    alike = [of_tokens(record.result or {}) for record in records]
     return [loss if of_labels else math.nan for loss, of_labels in zip(losses, alike, strict=True)]
 
 
@@ -292,9 +293,7 @@ def _figures(
 
 def _scores(records: Sequence[Record]) -> list[tuple[str, list[float]]]:
     """What evaluations measured beside the loss, all of which is better the higher it is."""
-    names = {"eval_bleu": "BLEU", "eval_chrf": "chrF", "eval_exact_match": "exact match", "eval_accuracy": "accuracy"}
-    names |= {"eval_macro_f1": "F1, mean of classes", "eval_entity_f1": "F1 of entities"}
-    names |= {"eval_agreement": NEARNESS["eval_agreement"]}
+    names = {**OF_TARGETS, "eval_accuracy": "accuracy", **OF_MODELS, "eval_agreement": NEARNESS["eval_agreement"]}
     results = [record.result or {} for record in records]
     return [(name, [_or_nan(number(each.get(key))) for each in results]) for key, name in names.items()]
 

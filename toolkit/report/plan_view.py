@@ -101,8 +101,14 @@ def _million_text(work: Work) -> str:
     return text if cost is None else f"{text}, which cost {money_text(cost)}"
 
 
-def rows_text(answers: int) -> tuple[str, str]:
-    """What rows of so many sequences are called, and what follows a length that is one of each sequence."""
+def rows_text(answers: int, texts: bool = False) -> tuple[str, str]:
+    """What rows of so many sequences are called, and what follows a length that is one of each sequence.
+
+    Args:
+        texts: Whether they are texts that belong together.
+    """
+    if texts:
+        return f"rows of {answers} texts", " each"
     if answers > 2:
         return f"prompts with {answers} answers", " each"
     return ("pairs of answers", " each") if answers > 1 else ("sequences", "")
@@ -111,7 +117,7 @@ def rows_text(answers: int) -> tuple[str, str]:
 def setting_rows(plan: Plan) -> list[tuple[str, str]]:
     """How it will run."""
     nodes = f"{plan.nodes} nodes, " if plan.nodes > 1 else ""
-    what, each = rows_text(plan.answers)
+    what, each = rows_text(plan.answers, plan.texts)
     batch = f"{plan.global_batch_size} {what} of up to {plan.seq_len:,} tokens{each}: "
     together = plan.sequence * plan.tensor * plan.pipeline
     groups = plan.devices // together

@@ -31,15 +31,11 @@ from toolkit.report.evaluation import HEADS
 from toolkit.report.load import Manifest, Measured, Record, finite, number, read_run
 from toolkit.report.page import Tile
 from toolkit.report.rewards import held_out
+from toolkit.report.scores import OF_MODELS, OF_TARGETS, of_tokens, score_text
 from toolkit.report.serving import next_steps
-from toolkit.report.teacher import NEARNESS, has_perplexity, nearness, nearness_text
+from toolkit.report.teacher import NEARNESS, nearness, nearness_text
 
 FEWEST_TO_SMOOTH = 40
-_SCORES = {
-    **{"eval_bleu": "BLEU", "eval_chrf": "chrF", "eval_exact_match": "Exact match"},
-    **{"eval_macro_f1": "F1, mean of classes", "eval_entity_f1": "F1 of entities"},
-}
-"""Metrics of an evaluation that have a tile."""
 _LOADS = {
     "expert_load": "layers, on average",
     "expert_load_worst": "the worst layer",
@@ -187,7 +183,7 @@ def _tiles(record: Record) -> list[Tile]:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
         text, steps = f"{last:.3f}", f"step {last_step:,}"
         accuracies = finite(rows, "eval_accuracy")
-        perplexity = f"perplexity {perplexity_text(perplexity_of(last))}" if has_perplexity(rows[-1]) else ""
+        perplexity = "" if not of_tokens(rows[-1]) else f"perplexity {perplexity_text(perplexity_of(last))}"
         change = percent_change(first, last) if len(losses) > 1 else ""
         if len(losses) > 1:
             text, steps = f"{first:.3f} → {text}", f"step {first_step:,} to {last_step:,}"
@@ -200,10 +196,14 @@ def _tiles(record: Record) -> list[Tile]:
             what = record.accuracy_of.capitalize()
             tiles.append(Tile(what, f"{accuracies[-1]:.1%}", (*before, "of those held out")))
         tiles += _teacher_tiles(rows)
-        for key, title in _SCORES.items():
+        for key, title in OF_TARGETS.items():
             if values := finite(rows, key):
                 before = (f"from {values[0]:.4g}",) if len(values) > 1 else ()
-                tiles.append(Tile(title, f"{values[-1]:.4g}", before))
+                tiles.append(Tile(title[:1].upper() + title[1:], f"{values[-1]:.4g}", before))
+        for key, title in OF_MODELS.items():
+            if text := score_text(rows[-1], key):
+                before = (f"from {score_text(rows[0], key)}",) if len(rows) > 1 else ()
+                tiles.append(Tile(title[:1].upper() + title[1:], text, before))
     elif record.training:
         loss = number(record.training[-1]["loss"])
         text = "?" if loss is None else f"{loss:.3f}"

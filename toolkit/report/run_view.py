@@ -138,7 +138,7 @@ def machine_sentences(manifest: Manifest) -> list[str]:
         if batch.expert > 1:
             which = "that" if batch.expert == batch.world_size else f"of which each {batch.expert}"
             who += f" {which} divide the experts"
-        what, each = plan_view.rows_text(batch.answers)
+        what, each = plan_view.rows_text(batch.answers, bool(manifest.plan and manifest.plan.texts))
         texts.append(
             f"A step is {batch.global_batch_size:,} {what} of up to {batch.seq_len:,} tokens{each}: {passes:,} "
             f"micro-batch{'es' if passes > 1 else ''} of {size}{who}."

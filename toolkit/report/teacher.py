@@ -26,8 +26,3 @@ def nearness_text(key: str, mean: float, half: float) -> str:
 def teacher_text(row: Mapping[str, Any]) -> str:
     """Both in a line; empty without a teacher."""
     return ", ".join(f"{NEARNESS[key]} {nearness_text(key, *each)}" for key, each in nearness(row).items())
-
-
-def has_perplexity(row: Mapping[str, Any]) -> bool:
-    """Whether the loss of an evaluation is one of labels, token by token."""
-    return "eval_accuracy" not in row and "eval_kl" not in row

@@ -111,20 +111,20 @@ class Progress:
             self._redraw()
 
     def evaluation(
-        self, step: int, loss: float, accuracy: float | None = None, rewards: str = "", teacher: str = ""
+        self, step: int, loss: float, accuracy: float | None = None, rewards: str = "", scores: str = ""
     ) -> None:
         """Prints the result of an evaluation; it stays above the live line.
 
         Args:
-            accuracy: Share of answers that are preferred rightly; without it the loss is one of tokens, and has a
-                perplexity.
+            accuracy: Share of answers that are preferred rightly; without it, and without scores, the loss is one of
+                tokens, and has a perplexity.
             rewards: What is said of rewards, where the loss is no more than them.
-            teacher: What is said of a teacher, whose distribution the loss compares with.
+            scores: What is said in place of a perplexity.
         """
         self._evaluating = ""
         at = f"step {step}" if step else "before training"
         of_labels = f"perplexity {perplexity_text(perplexity_of(loss))}"
-        beside = teacher or (of_labels if accuracy is None else f"accuracy {accuracy:.1%}")
+        beside = scores or (of_labels if accuracy is None else f"accuracy {accuracy:.1%}")
         self.message(f"Held-out {rewards} ({at})" if rewards else f"Held-out loss {loss:.4f}, {beside} ({at})")
         if self._live:
             self._redraw(force=True)

@@ -75,7 +75,8 @@ def score_parts(trainer: Any, shares_by: str) -> None:
 
 def micro_batches(recipe: Recipe, train: Any, collates: Collates, layout: BatchLayout, steps: int) -> MicroBatches:
     """The micro-batches of a run of so many steps over rows that are tokenised already."""
-    lengths = answer_lengths(train) if recipe.prefers else sequence_lengths(train, recipe.objective == "seq2seq")
+    several = recipe.prefers or recipe.embeds
+    lengths = answer_lengths(train) if several else sequence_lengths(train, recipe.objective == "seq2seq")
     # The answers of other rows are scored before, without gradients.
     lengths = lengths[:, :1] if recipe.judges else lengths
     order: Any = FixedOrder(len(lengths), recipe.seed, recipe.data.shuffle)

@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 from toolkit.files import set_aside, write_atomically
 from toolkit.report.load import WARM_UP_STEPS, read_metrics
 from toolkit.report.rewards import reward_text
+from toolkit.report.scores import vector_text
 from toolkit.report.teacher import teacher_text
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
@@ -171,7 +172,8 @@ class Meter(TrainerCallback):
         self._step_end = time.monotonic()
         self.time_left.pause("evaluation", seconds)
         self.write(step, metrics)
-        said = metrics.get("eval_accuracy"), reward_text(metrics), teacher_text(metrics)
+        scores = teacher_text(metrics) or vector_text(metrics)
+        said = metrics.get("eval_accuracy"), reward_text(metrics), scores
         self._progress.evaluation(step, metrics["eval_loss"], *said)
 
     def pause(self, seconds: float) -> None:

@@ -32,7 +32,7 @@ from toolkit.train.trainer import _ExactMixin
 
 OF_REWARDS = ("reward_mean", "reward_std")
 """What is said of rewards beside what is said of all pairs."""
-BESIDE = ("labels", "words")
+BESIDE = ("labels", "words", "rows", "keys", "scores", "share")
 """What a batch has beside what the model reads."""
 
 Scored = tuple[torch.Tensor, torch.Tensor, None]
@@ -41,7 +41,7 @@ Scored = tuple[torch.Tensor, torch.Tensor, None]
 class HeadTrainer(Telling, _ExactMixin, Trainer):
     """A model with a head of the objective's own. Set `settings` and `classes` once it is made."""
 
-    said = (*OF_ANSWERS, *OF_REWARDS)
+    said: tuple[str, ...] = (*OF_ANSWERS, *OF_REWARDS)
     settings: Preference
     model: Any
     classes: Sequence[str] = ()
@@ -220,7 +220,7 @@ def check_padding(session: Session) -> None:
         UserError: If it does not, on any process.
     """
     trainer = session.trainer
-    first = list(itertools.islice(iter(session.prepared.train), 2))
+    first = list(itertools.islice(iter(trainer.train_dataset), 2))
     batches = [trainer.data_collator(rows) for rows in (first, *([row] for row in first))]
     with torch.no_grad(), evaluating(trainer.model_wrapped):
         scores = [

@@ -31,6 +31,7 @@ from toolkit.files import write_json
 from toolkit.models.adapters import cast_parameters, kept_in_fp32
 from toolkit.models.blockwise import Blockwise, Merged, blocks
 from toolkit.models.load import ModelSource
+from toolkit.models.sentence_files import write_modules
 from toolkit.planner.hardware.detect import ram
 from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
@@ -102,6 +103,8 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
         proof.update(_merge_into(folder, source, adapters, _Probe(rows, tokenizer.pad_token_id), work))
         shutil.rmtree(work, ignore_errors=True)
         tokenizer.save_pretrained(folder)
+        if source.recipe.embeds:
+            write_modules(folder, source)
         write_json(folder / "merge_proof.json", proof)
 
     try:
@@ -264,7 +267,9 @@ class _Probe:
             inputs["labels"] = _batch(ids, IGNORE)
         context = torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext()
         with torch.no_grad(), context:
-            logits = model(**{name: each.to(place) for name, each in inputs.items()}, use_cache=False).logits
+            outputs = model(**{name: each.to(place) for name, each in inputs.items()}, use_cache=False)
+        # A model of vectors ends with the outputs of its tokens.
+        logits = outputs.logits if "logits" in outputs else outputs.last_hidden_state
         return [each[: len(row)].float().cpu() for each, row in zip(logits, ids, strict=True)]
 
 

@@ -44,6 +44,7 @@ from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
 from toolkit.recipe.errors import warn
+from toolkit.recipe.heads import EMBEDDING
 from toolkit.recipe.rules import warnings_of_length
 from toolkit.recipe.sections import EVA_ROWS, FP8_SCALING
 from toolkit.report.load import Parameters
@@ -56,6 +57,7 @@ from toolkit.train.batching import collator, micro_batches, score_parts, share
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.completion import Completion, source_of
 from toolkit.train.distillation import DistillationTrainer
+from toolkit.train.embedding import EmbeddingTrainer
 from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.finite import Finite
 from toolkit.train.heads import ClassTrainer, RewardTrainer, TokenTrainer
@@ -189,7 +191,7 @@ def set_up(
     # Trainer
     train = prepared.train.divided(world.world_size) if isinstance(prepared.train, Stream) else prepared.train
     held_out = prepared.eval
-    if (recipe.prefers and not recipe.headed) or recipe.reinforces:
+    if (recipe.prefers and not recipe.headed) or recipe.reinforces or recipe.embeds:
         train, held_out = numbered(train, held_out)
     trainer: Any = kind(
         model=model,
@@ -203,6 +205,8 @@ def set_up(
     trainer.schedule = recipe.parallel.schedule
     trainer.objective, trainer.settings = recipe.objective, _settings(recipe)
     trainer.classes = prepared.classes
+    if recipe.embeds:
+        trainer.embedding, trainer.pooling, trainer.group = recipe.embedding, source.pooling, layout.global_batch_size
     if recipe.reinforces:
         trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, Scorer(recipe.rewards))
         trainer.resumed = folder.resume_from
@@ -284,6 +288,7 @@ def set_up(
 def _trainer(recipe: Recipe) -> Any:
     """The class that trains an objective."""
     of_heads = {"reward": RewardTrainer, "classification": ClassTrainer, "token_classification": TokenTrainer}
+    of_heads[EMBEDDING] = EmbeddingTrainer
     if recipe.headed:
         return of_heads[recipe.objective]
     if recipe.prefers:

@@ -30,6 +30,7 @@ from toolkit.files import write_atomically, write_json
 from toolkit.models import device
 from toolkit.models.adapters import of_twice_the_rank
 from toolkit.models.load import ModelSource
+from toolkit.models.sentence_files import write_modules
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded
 from toolkit.recipe.model_configs import BUILTIN_MODELS
@@ -38,6 +39,7 @@ from toolkit.report.load import Measured
 from toolkit.report.plan_view import energy_text
 from toolkit.report.rewards import reward_text
 from toolkit.report.run_page import write_report
+from toolkit.report.scores import OF_MODELS, score_text
 from toolkit.report.serving import next_steps
 from toolkit.report.teacher import NEARNESS, nearness, nearness_text
 from toolkit.report.terminal import Progress, prompts_before_after
@@ -279,6 +281,8 @@ def _save_final(session: Session, callbacks: Callbacks, chosen: Chosen | None) -
         config = json.loads(file.read_text(encoding="utf-8"))
         config = of_twice_the_rank(config) if session.start else config
         write_json(file, {**config, "base_model_name_or_path": BUILTIN_MODELS.get(path, path)})
+    if recipe.embeds:
+        write_modules(place, session.source)
     files = {name: content for name, content in contents(place).items() if name != "README.md"}
     shutil.rmtree(folder.final, ignore_errors=True)
     place.rename(folder.final)
@@ -316,10 +320,10 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
             earlier = f"{evaluator.first['eval_accuracy']:.1%} -> " if evaluator.first else ""
             what = "classes told" if session.recipe.classifies else "answers preferred"
             rows.append((f"held-out {what} rightly", f"{earlier}{accuracy:.1%}"))
-        for key, name in (("eval_macro_f1", "F1, mean of classes"), ("eval_entity_f1", "F1 of entities")):
-            if (score := evaluator.last.get(key)) is not None:
-                earlier = f"{evaluator.first[key]:.3f} -> " if evaluator.first else ""
-                rows.append((f"held-out {name}", f"{earlier}{score:.3f}"))
+        for key, name in OF_MODELS.items():
+            if score := score_text(evaluator.last, key):
+                earlier = f"{score_text(evaluator.first, key)} -> " if evaluator.first else ""
+                rows.append((f"held-out {name}", f"{earlier}{score}"))
     if callbacks.meter and callbacks.meter.last:
         rows.append(("training loss", f"{callbacks.meter.last['loss']:.4f}"))
     rows.append(("steps", f"{session.trainer.state.global_step}"))

@@ -121,6 +121,7 @@ def _key(session: Session, what: str) -> str:
         "evaluation": recipe.evaluation.model_dump(mode="json", exclude={"at_start", "every_steps", "prompts"}),
         # Sums are rounded otherwise in other batches, on other processes and by other kernels.
         "batches": [layout.micro_batch_size, session.world.world_size],
+        **({"vectors": [session.trainer.pooling, session.trainer.group]} if recipe.embeds else {}),
         "compiled": session.compiled is not None,
         "device": _device(),
         "teacher": session.folder.manifest().hashes.get("teacher"),

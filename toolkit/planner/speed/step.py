@@ -172,8 +172,7 @@ class Step:
         passes = {name: self._pass_seconds(self._trace.passes[name], load, left) for name in ("forward", "backward")}
         self.passing = passes
         update = self._update_seconds(on_host)
-        # Of judged answers, those of other rows are scored before.
-        before = every * self.evaluation_seconds(load) if self._recipe.judges else 0.0
+        before = every * self.evaluation_seconds(load) if workload.passes_before else 0.0
         if self._teacher:
             before = every * self._teacher.evaluation_seconds(load)
         self.generation = 0.0

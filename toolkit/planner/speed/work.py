@@ -60,7 +60,7 @@ def work(
     tokens = load.tokens * ranks / layout.tensor / layout.pipeline
     whole = trace.whole()
     parameters = whole.elements()
-    useful, done = flops(recipe, trace, load)
+    useful, done = flops(recipe, trace, load, workload.passes_before)
     if workload.teacher:
         done += _executed(workload.teacher.trace, "evaluation", load)
     boundary = trace.boundary.of(trace.layers, load.padded, load.grid, load.longest)
@@ -134,13 +134,13 @@ def _slowest(
     return max(every, key=lambda each: Step(each[0], load, each[1], experts=experts).seconds)
 
 
-def flops(recipe: Recipe, trace: Trace, load: Load) -> tuple[float, float]:
+def flops(recipe: Recipe, trace: Trace, load: Load, passes_before: bool = False) -> tuple[float, float]:
     """FLOPs of a micro-batch that the model needs, and those that are executed.
 
     The first are what model FLOPs utilisation counts (Chowdhery et al. 2022, appendix B): no padding, nothing twice,
     attention within documents, of a causal mask's pairs the visible half, and of the output head's products those of
     trained tokens. The second have recomputed layers, padding, the pairs that the kernel does not skip, and what is
-    scored beside judged answers. What a teacher computes is added to the second alone.
+    passed over before (see `Workload.passes_before`). What a teacher computes is added to the second alone.
     """
     passes, layers, share = trace.passes, trace.layers, load.scored / load.tokens
     # A decoder's mask hides half of the pairs. Of an encoder-decoder all are counted: most of it is not causal.
@@ -149,7 +149,7 @@ def flops(recipe: Recipe, trace: Trace, load: Load) -> tuple[float, float]:
     for name, sign in (("forward", 1), ("backward", 1), ("recompute", -1)):
         useful += sign * passes[name].attention.of(layers, load.tokens, pairs, load.longest)
     done = 0.0
-    for name in ("forward", "backward", *(["evaluation"] if recipe.judges else [])):
+    for name in ("forward", "backward", *(["evaluation"] if passes_before else [])):
         done += _executed(trace, name, load)
     return useful, done
 
@@ -230,7 +230,7 @@ def load_of(
         kernel, stretch = DOCUMENTS, within / tokens
     elif backend == "flex":
         attended = within / 2
-    elif backend == "sdpa" and not recipe.data.packing and size == 1 and not recipe.pairs:
+    elif backend == "sdpa" and not recipe.data.packing and size == 1 and not (recipe.pairs or recipe.embeds):
         # Where nothing is padded Transformers passes `is_causal`; a mask makes the kernel work through all pairs.
         attended = grid / 2
     # Targets are taken to be as long as their sources.

@@ -11,7 +11,7 @@ from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.types import Amount, Moment, Pass, Tensors, Trace
 from toolkit.recipe import model_configs
-from toolkit.recipe.heads import HEADED
+from toolkit.recipe.heads import EMBEDDING, HEADED
 
 _NOTHING = Amount()
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -78,7 +78,7 @@ def _estimated(setting: Setting, note: str) -> Trace:
     stays = between if recomputes and setting.checkpointing != "offload" else 0 if recomputes else kept
     activations = Amount((0.0, float(kept if recomputes else between), 0.0), (0.0, float(stays), 0.0))
     headed = setting.objective in HEADED
-    scored = 2 if headed else vocab
+    scored = (1 if setting.objective == EMBEDDING else 2) if headed else vocab
     logits = Amount((0.0, float(12 * (scored if headed else hidden)), 0.0))
     matrices = often * (wide + narrow) * hidden * 2 + 3 * inner * hidden * active
     times = 2.0 if setting.method["name"] == "full" else 1.0
@@ -140,7 +140,9 @@ def _tensors(
     stored: Any = setting.method.get("quantization", "none")
     kind: Any = "base" if stored == "none" else stored
     tensors = [Tensors("embeddings", (vocab, hidden), 1, full, "base")]
-    if setting.objective in HEADED:
+    if setting.objective == EMBEDDING:
+        pass
+    elif setting.objective in HEADED:
         tensors.append(Tensors("head", (2, hidden), 1, True, "base"))
     elif not setting.config.get("tie_word_embeddings", True):
         tensors.append(Tensors("head", (vocab, hidden), 1, full, "base"))

@@ -18,6 +18,7 @@ from trl.trainer.utils import add_fused_lm_head
 from toolkit.distributed.engines import checkpointing_kwargs
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.compiled_layers import CompiledLayers
+from toolkit.models.embedding import pooled
 from toolkit.models.head_choice import asks_routers
 from toolkit.models.output_head import HeadChoice, OutputHead
 from toolkit.models.pair_head import PairHead
@@ -25,7 +26,7 @@ from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import CompiledTracker, Timeline, Tracker
-from toolkit.recipe.heads import HEADED
+from toolkit.recipe.heads import EMBEDDING, HEADED
 from toolkit.recipe.sections import ActivationCheckpointing
 
 ENCODER_PLACES = ("encoder_first", "encoder_last")
@@ -166,6 +167,9 @@ def _loss(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> torch.T
 
 def _nll(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Sum over the tokens, their number, and a mixture of experts' own loss."""
+    if setting.objective == EMBEDDING:
+        vectors = pooled(shallow.model(**inputs).last_hidden_state, inputs["attention_mask"], "mean")
+        return vectors.sum(), vectors.new_tensor(float(len(vectors))), None
     if setting.objective in HEADED:
         logits = shallow.model(**inputs).logits.float().flatten(0, -2)
         losses = F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long), reduction="none")

@@ -18,6 +18,7 @@ from transformers.quantizers import AutoHfQuantizer
 from toolkit.distributed.engines import Dtypes
 from toolkit.models import experts
 from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
+from toolkit.models.embedding import drop_pooler
 from toolkit.models.expert_parallel import divide_experts
 from toolkit.models.heads import auto_class
 from toolkit.models.tensor_parallel import divide_layers
@@ -26,7 +27,7 @@ from toolkit.planner.trace.even_routing import EvenExchange
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.types import CHUNK
 from toolkit.recipe import Recipe
-from toolkit.recipe.heads import HEADED
+from toolkit.recipe.heads import EMBEDDING, HEADED
 from toolkit.recipe.schema import Data, Model, Source
 from toolkit.recipe.sections import Extra, Method
 
@@ -151,6 +152,8 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bo
             attn_implementation=fake_kernels.implementation(setting),
             trust_remote_code=setting.trust_remote_code,
         )
+        if setting.objective == EMBEDDING:
+            drop_pooler(model)
         _quantize(model, recipe, types)
         new_tokens = range(setting.method.get("new_tokens", 0))
         trained = add_method(model, recipe, types, whole=depth is None, new_tokens=new_tokens)

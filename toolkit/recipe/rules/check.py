@@ -16,6 +16,7 @@ from toolkit.recipe.errors import COMMAND_LINE, ENOUGH, Problem, RecipeError, Ru
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.module_names import name_problems, whole_numbers
 from toolkit.recipe.rules.distillation import DISTILLATION_RULES, distillation_figures
+from toolkit.recipe.rules.embedding import EMBEDDING_RULES, embedding_figures
 from toolkit.recipe.rules.expert import EXPERT_RULES, nearest_experts
 from toolkit.recipe.rules.extra import extra_problems, extra_warnings
 from toolkit.recipe.rules.heads import HEAD_RULES
@@ -55,6 +56,7 @@ RULES: dict[str, Rule] = (
     | REINFORCEMENT_RULES
     | DISTILLATION_RULES
     | HEAD_RULES
+    | EMBEDDING_RULES
     | IGNORED_RULES
     | UNUSUAL_RULES
 )
@@ -197,6 +199,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "preference_keys": ", ".join(preference_keys(recipe)),
         **reward_figures(recipe),
         **distillation_figures(recipe),
+        **embedding_figures(recipe),
         "not_for_parameters": " and ".join(not_for_parameters(recipe)),
         "not_linear": not_linear(recipe, config),
         "linear_only": linear_only(recipe, config),

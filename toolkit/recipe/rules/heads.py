@@ -17,7 +17,7 @@ HEAD_RULES = {
     "head-attention": _no_head(
         "model.attention",
         lambda r: r.model.attention in (*VARLEN_ATTENTION, "flex"),
-        "the head of objective {r.objective} reads padded rows, and this attention gets them end to end",
+        "objective {r.objective} reads padded rows, and this attention gets them end to end",
         "set model.attention=sdpa, or auto",
     ),
     "head-packing": _no_head(
@@ -29,7 +29,7 @@ HEAD_RULES = {
     "head-streaming": _no_head(
         "data.streaming",
         lambda r: r.data.streaming and not r.prefers,
-        "which classes there are is known once all rows have been read",
+        "all rows are looked through, for classes or for texts that repeat, before the first step",
         "set data.streaming=false",
     ),
     "head-tokens": _no_head(
@@ -41,7 +41,7 @@ HEAD_RULES = {
     "head-train-on": _no_head(
         "data.train_on",
         lambda r: r.data.train_on != "auto" and not r.prefers,
-        "labels are learnt, and no token",
+        "labels or whole texts are learnt, and no token",
         "remove data.train_on",
     ),
     "head-prompts": _no_head(

@@ -7,13 +7,20 @@ from pathlib import Path, PurePath
 
 from toolkit.recipe import model_configs
 from toolkit.recipe.arguments import wrong
+from toolkit.recipe.embedding import COSENT, RANKING
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.sections import FP8_SCALING, SCHEDULES
+from toolkit.recipe.sections import CORRELATIONS, FP8_SCALING, RETRIEVAL, SCHEDULES
 
 
 def _tiled(recipe: Recipe) -> bool:
     return recipe.activation_checkpointing.mlp_tiles > 1
+
+
+def _of_vectors(recipe: Recipe) -> str | None:
+    """The loss of vectors beside which the metric of `checkpoint.keep_best` is measured; None where any may be."""
+    metric = (recipe.checkpoint.keep_best or "").removeprefix("eval_")
+    return RANKING if metric in RETRIEVAL else COSENT if metric in CORRELATIONS else None
 
 
 def evaluation_keys(recipe: Recipe) -> list[str]:
@@ -342,7 +349,7 @@ TRAINING_RULES = {
     ),
     "best-accuracy": Rule(
         "checkpoint.keep_best",
-        lambda r, _: r.checkpoint.keep_best == "eval_accuracy" and not (r.prefers or r.headed),
+        lambda r, _: r.checkpoint.keep_best == "eval_accuracy" and (r.embeds or not (r.prefers or r.headed)),
         "is the share of answers preferred, or classes told, rightly, which this objective has none of",
         "set checkpoint.keep_best=eval_loss, or objective=dpo",
     ),
@@ -357,6 +364,13 @@ TRAINING_RULES = {
         lambda r, _: r.checkpoint.keep_best == "eval_entity_f1" and r.objective != "token_classification",
         "is the F1 of entities, which only words with tags have",
         "set checkpoint.keep_best=eval_loss, or objective=token_classification",
+    ),
+    "best-vectors": Rule(
+        "checkpoint.keep_best",
+        lambda r, _: _of_vectors(r) is not None and not (r.embeds and _of_vectors(r) == r.embedding.loss),
+        "measures vectors of texts: eval_spearman and eval_pearson of pairs with scores, the others of what belongs "
+        "together",
+        "set checkpoint.keep_best=eval_loss",
     ),
     "best-or-mean": Rule(
         "checkpoint.average_last",

@@ -1,0 +1,106 @@
+"""Texts that belong together: columns by the names of sentence-transformers, what is refused, what the audit says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.common import UserError
+from toolkit.data.formats import Task, is_empty, recognise
+from toolkit.data.related import Texts, key_of
+from toolkit.data.rows import Related, from_json, sides, to_json
+from toolkit.recipe.embedding import Embedding
+from toolkit.recipe.schema import Source
+
+
+def read(row: dict[str, Any], source: dict[str, Any] | None = None, **settings: Any) -> Related:
+    task = Task("embedding", "auto", False, embedding=Embedding.model_validate(settings))
+    row_format = recognise([row], Source.model_validate({"path": "x"} | (source or {})), task)
+    found = row_format.convert(row, "x row 1")
+    assert isinstance(found, Related) and from_json(to_json(found)) == found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("anchor", "positive"), ("query", "positive"), ("question", "answer"), ("query", "passage"),
+        ("sentence1", "sentence2"), ("premise", "hypothesis"), ("Question1", "Question2"),
+    ],
+)  # fmt: skip
+def test_pairs_are_known_by_many_names(first: str, second: str) -> None:
+    assert read({first: "a", second: "b"}).texts == ["a", "b"]
+
+
+def test_pairs_of_other_names_are_named() -> None:
+    columns = {"columns": {"anchor": "title", "positive": "body"}}
+    assert read({"title": "a", "body": "b"}, columns).texts == ["a", "b"]
+    with pytest.raises(UserError, match="has no column `anchor`, which its rows need; its columns are `title`, `body`"):
+        read({"title": "a", "body": "b"})
+
+
+@pytest.mark.parametrize(
+    "negatives",
+    [{"negative": "c", "negative_1": "d"}, {"negatives": ["c", "d", "e"]}, {"negative": ["c", "d"]}],
+)
+def test_negatives_stand_in_one_column_or_several(negatives: dict[str, Any]) -> None:
+    assert read({"anchor": "a", "positive": "b", **negatives}, negatives=2).texts == ["a", "b", "c", "d"]
+    with pytest.raises(UserError, match=r"has negatives in .* and embedding.negatives is 0") as refused:
+        read({"anchor": "a", "positive": "b", **negatives})
+    assert f"set embedding.negatives={3 if 'negatives' in negatives else 2}" in str(refused.value)
+
+
+def test_rows_with_too_few_negatives_are_refused() -> None:
+    with pytest.raises(UserError, match=r"x row 1 has 1 negatives, and embedding.negatives asks for 2"):
+        read({"anchor": "a", "positive": "b", "negative": "c"}, negatives=2)
+
+
+def test_pairs_have_scores_or_none() -> None:
+    row = {"sentence1": "a", "sentence2": "b", "score": 0.5}
+    assert read(row, loss="cosent") == Related(["a", "b"], 0.5)
+    assert read({"premise": "a", "hypothesis": "b", "label": 2}, loss="cosent").score == 2.0
+    with pytest.raises(UserError, match="says in `score` which texts belong together") as refused:
+        read(row)
+    assert "set embedding.loss=cosent" in str(refused.value)
+    assert read(row, {"ignore": ["score"]}).score is None
+    with pytest.raises(UserError, match="has no column `score`"):
+        read({"sentence1": "a", "sentence2": "b"}, loss="cosent")
+    with pytest.raises(UserError, match="`score` is 'high', no number"):
+        read(row | {"score": "high"}, loss="cosent")
+
+
+def test_prompts_stand_before_their_texts() -> None:
+    texts = read(
+        {"anchor": "a", "positive": "b", "negative": "c"}, negatives=1, query_prompt="q: ", document_prompt="d: "
+    )
+    assert texts.texts == ["q: a", "d: b", "d: c"]
+
+
+def test_a_row_without_one_of_its_texts_is_empty() -> None:
+    task = Task("embedding", "auto", False)
+    assert is_empty(Related(["a", " "]), task) and not is_empty(Related(["a", "b"]), task)
+    assert [side.text.text for side in sides(Related(["a", "b"]))] == ["a", "b"]  # type: ignore[union-attr]
+
+
+def test_other_objectives_do_not_take_them() -> None:
+    source = Source.model_validate({"path": "x", "format": "related"})
+    with pytest.raises(UserError, match="set `objective: embedding`"):
+        recognise([{"anchor": "a", "positive": "b"}], source, Task("sft", "auto", False))
+
+
+def test_the_audit_counts_what_repeats() -> None:
+    keys = np.array([[1, 10, 90], [2, 10, 91], [1, 11, 11], [4, 12, 93]])
+    figures = Texts.of(keys, equal=3, cut=2, scores=None)
+    assert (figures.shared_positives, figures.shared_anchors, figures.own_negatives) == (2, 2, 1)
+    said = [what for _, what, _ in figures.problems(4, held_out=False)]
+    assert any("3 rows have the same text as anchor and positive" in what for what in said)
+    assert any("1 rows name their own positive" in what for what in said) and any("held out" in what for what in said)
+    assert "2 rows share their positive and 2 their anchor" in " ".join(figures.in_sentences(4))
+    alike = Texts.of(keys[:, :2], equal=0, cut=0, scores=np.ones(4))
+    assert [fatal for fatal, *_ in alike.problems(4, held_out=True)] == [True]
+
+
+def test_equal_texts_have_one_key() -> None:
+    assert key_of([1, 2, 3]) == key_of([1, 2, 3]) != key_of([1, 2, 4]) and 0 <= key_of([7]) < 2**63

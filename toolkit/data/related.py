@@ -1,0 +1,249 @@
+"""Texts that belong together: anchors with positives and negatives, and pairs with scores; and what an audit says of
+them.
+
+Columns are recognised under the names of sentence-transformers and its data sets. What beside them may say that texts
+do not belong together after all is refused, not left unused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from toolkit.common import UserError
+from toolkit.data.columns import EMPTY, mapping_text, parsed
+from toolkit.data.labelled import PAIRS_OF_TEXTS, check_format
+from toolkit.data.rows import Related
+from toolkit.recipe.embedding import COSENT, Embedding
+from toolkit.recipe.schema import FORMATS, Source
+
+_PAIRS = (
+    *(("anchor", "positive"), ("query", "positive"), ("question", "positive"), ("question", "answer")),
+    *(("query", "answer"), ("query", "document"), *PAIRS_OF_TEXTS),
+)
+"""What columns of an anchor and its positive are called."""
+_SCORES = ("score", "similarity_score", "similarity", "label")
+_NEGATIVES = FORMATS["related"][1]
+
+Columns = dict[str, str]
+
+
+def related_columns(
+    rows: Sequence[Mapping[str, Any]],
+    source: Source,
+    settings: Embedding,
+    columns: Mapping[str, str],
+    ignored: Collection[str],
+) -> Columns:
+    """The columns of a source of texts that belong together: what the format calls them, and what the data does.
+
+    Args:
+        rows: The first ones.
+        columns: Those that `data.columns` names.
+        ignored: Columns that are left out on purpose.
+
+    Raises:
+        UserError: The source is said to be of another format, lacks a column, or has one that the loss would not read.
+    """
+    form = form_of(settings)
+    check_format(source, form)
+    first = {name: value for row in reversed(rows) for name, value in row.items() if name not in ignored}
+    found, spelt = dict(columns), {name.lower(): name for name in first if name not in columns.values()}
+    names: tuple[str, str] = FORMATS[form][0][:2]  # type: ignore[assignment]
+    if not found.keys() & {*names}:
+        pair = next((each for each in _PAIRS if set(each) <= spelt.keys()), ())
+        found |= {name: spelt.pop(each) for name, each in zip(names, pair, strict=False)}
+    scores = [spelt[each] for each in _SCORES if each in spelt]
+    if form == "scored" and "score" not in found and scores:
+        found["score"] = scores[0]
+    missing = next((name for name in FORMATS[form][0] if name not in found), None)
+    if missing:
+        has = ", ".join(f"`{name}`" for name in first) or "none"
+        raise UserError(
+            f"data source `{source.path}` has no column `{missing}`, which its rows need; its columns are {has}",
+            f"name it: {mapping_text({missing: 'NAME'})}"
+            + (
+                ", or set embedding.loss=multiple_negatives_ranking for pairs without scores"
+                if missing == "score"
+                else ""
+            ),
+        )
+    if form == "scored":
+        return found
+    if scores:
+        raise UserError(
+            f"data source `{source.path}` says in `{scores[0]}` which texts belong together, and every pair would be "
+            "learnt as one that does",
+            f"set embedding.loss=cosent to learn from scores, or keep the pairs that do and set "
+            f"'data.ignore=[{scores[0]}]'",
+        )
+    found |= {name: spelt[name] for name in _NEGATIVES if name in spelt and name not in found}
+    named = [name for name in _NEGATIVES if name in found]
+    if named and not settings.negatives:
+        count = sum(len(_listed(first[found[name]])) if found[name] in first else 1 for name in named)
+        raise UserError(
+            f"data source `{source.path}` has negatives in {', '.join(f'`{found[name]}`' for name in named)}, and "
+            "embedding.negatives is 0",
+            f"set embedding.negatives={count or 1}, or 'data.ignore=[{', '.join(found[name] for name in named)}]' to "
+            "learn without them",
+        )
+    return found
+
+
+def form_of(settings: Embedding) -> str:
+    """The format of rows that a loss takes."""
+    return "scored" if settings.loss == COSENT else "related"
+
+
+def read_related(row: Mapping[str, Any], where: str, settings: Embedding) -> Related:
+    """Texts, each with its prompt, and their score where the loss reads one.
+
+    Raises:
+        UserError: A text is none, there are too few negatives, or the score is no number.
+    """
+    if settings.loss == COSENT:
+        both = [_text(row, name, where) for name in FORMATS["scored"][0][:2]]
+        return Related(_prompted(both, settings), _score(row, where))
+    texts = [_text(row, name, where) for name in FORMATS["related"][0]]
+    negatives = [each for name in _NEGATIVES if name in row for each in _listed(row[name])]
+    if not all(isinstance(each, str) for each in negatives):
+        raise UserError(f"{where}: a negative is no text", "correct the row, or name another column in `data.columns`")
+    if len(negatives) < settings.negatives:
+        raise UserError(
+            f"{where} has {len(negatives)} negatives, and embedding.negatives asks for {settings.negatives}",
+            f"set embedding.negatives={len(negatives)}, or complete the row",
+        )
+    return Related(_prompted([*texts, *negatives[: settings.negatives]], settings))
+
+
+def is_empty_related(row: Related) -> bool:
+    """Whether a text is missing."""
+    return not all(text.strip() for text in row.texts)
+
+
+def key_of(ids: Sequence[int]) -> int:
+    """A number of 63 bits by which equal texts are known, given their tokens."""
+    return xxhash.xxh3_64_intdigest(np.asarray(ids, np.int64).tobytes()) >> 1
+
+
+def _prompted(texts: list[str], settings: Embedding) -> list[str]:
+    first, *others = texts
+    return [(settings.query_prompt or "") + first, *((settings.document_prompt or "") + each for each in others)]
+
+
+def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row[name]
+    if value in EMPTY:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{where}: `{name}` is no text", "correct the row, or name another column in `data.columns`")
+    return value
+
+
+def _listed(value: Any) -> list[Any]:
+    """One negative or several, which may be written as JSON."""
+    value = parsed(value) if isinstance(value, str) and value.startswith("[") else value
+    return value if isinstance(value, list) else [] if value in EMPTY else [value]
+
+
+def _score(row: Mapping[str, Any], where: str) -> float:
+    try:
+        score = float(row["score"])
+    except (TypeError, ValueError):
+        score = math.nan
+    if not math.isfinite(score):
+        raise UserError(f"{where}: `score` is {row['score']!r}, no number", "correct the row, or remove it")
+    return score
+
+
+class Texts(BaseModel):
+    """Figures of texts that belong together."""
+
+    of_row: int
+    equal: int = 0
+    """Rows whose anchor and positive are the same text, which are left out; of pairs with scores there are none."""
+    shared_positives: int = 0
+    """Rows whose positive is that of another row, too."""
+    shared_anchors: int = 0
+    """The same of anchors."""
+    own_negatives: int = 0
+    """Rows one of whose negatives is their own positive."""
+    cut: int = 0
+    """Texts that were cut to `batch.seq_len`."""
+    scores: tuple[float, float, float] | None = None
+    """The lowest, the mean, and the highest, of pairs with scores."""
+
+    @classmethod
+    def of(cls, keys: NDArray[np.int64], equal: int, cut: int, scores: NDArray[np.float64] | None) -> Texts:
+        """Those of rows whose texts have these keys (rows, texts)."""
+        if not len(keys):
+            return cls(of_row=keys.shape[1], equal=equal, cut=cut)
+        told = None if scores is None else (float(scores.min()), float(scores.mean()), float(scores.max()))
+        own = (keys[:, 2:] == keys[:, 1:2]).any(axis=1)
+        return cls(
+            of_row=keys.shape[1],
+            equal=equal,
+            shared_positives=_repeated(keys[:, 1]),
+            shared_anchors=_repeated(keys[:, 0]),
+            own_negatives=int(own.sum()),
+            cut=cut,
+            scores=told,
+        )
+
+    def problems(self, rows: int, held_out: bool) -> Iterator[tuple[bool, str, str]]:
+        """Of training rows: whether a problem is fatal, what is wrong, and what to change."""
+        if self.scores and self.scores[0] == self.scores[2]:
+            what = f"all {rows:,} pairs have the score {self.scores[0]:g}, so there is no order to learn"
+            yield True, what, "name another column as `score` in `data.columns`, or set embedding.loss"
+        if self.equal:
+            yield (
+                False,
+                f"{self.equal:,} rows have the same text as anchor and positive, and are left out",
+                "remove them: they teach nothing",
+            )
+        if self.own_negatives:
+            yield (
+                False,
+                f"{self.own_negatives:,} rows name their own positive among their negatives, where it does not count",
+                "correct these rows",
+            )
+        if self.scores is None and self.shared_positives > rows / 2:
+            yield (
+                False,
+                f"{self.shared_positives:,} of {rows:,} rows share their positive with others, which are then no "
+                "negatives of theirs",
+                "keep one row of each positive if they are mere copies",
+            )
+        if not held_out:
+            yield (
+                False,
+                "no rows are held out, so nothing will say how well texts are found",
+                "set data.eval_split, such as 0.1, or data.eval_sources",
+            )
+
+    def in_sentences(self, rows: int) -> Iterator[str]:
+        """What the figures come to."""
+        if self.scores:
+            low, mean, high = self.scores
+            yield f"Pairs have scores from {low:g} to {high:g}, {mean:.3g} on average."
+            return
+        negatives = self.of_row - 2
+        beside = f", {negatives} hard negative{'s' if negatives > 1 else ''}" if negatives else ""
+        yield f"Each row has an anchor, a positive{beside}, and the positives of the other rows of its step."
+        if self.shared_positives or self.shared_anchors:
+            yield (
+                f"{self.shared_positives:,} rows share their positive and {self.shared_anchors:,} their anchor with "
+                "other rows: these are not taken for negatives of each other."
+            )
+
+
+def _repeated(keys: NDArray[np.int64]) -> int:
+    """How many are there more than once."""
+    _, counts = np.unique(keys, return_counts=True)
+    return int(counts[counts > 1].sum())

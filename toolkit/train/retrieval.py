@@ -1,0 +1,75 @@
+"""How well vectors of held-out texts tell what belongs together, by the keys of an evaluation, with 95% intervals."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from toolkit.models.embedding import ranks
+from toolkit.report.rewards import MARGIN
+
+Z = 1.959963984540054
+"""The quantile of the normal distribution that leaves 2.5% above it."""
+
+
+def retrieval_figures(vectors: torch.Tensor, keys: torch.Tensor) -> dict[str, float]:
+    """Of anchors that look for their positives among all held-out positives and negatives.
+
+    Args:
+        vectors: (rows, texts, width) of length 1.
+        keys: (rows, texts) by which equal texts are known.
+
+    Returns:
+        `eval_recall_at_1` and `eval_recall_at_10`, the share of rows whose positive is the nearest or among the ten
+        nearest; `eval_mrr_at_10`, the mean of 1 / place, 0 beyond ten; each with half the width of its interval, by the
+        normal distribution of a mean; and `eval_candidates`.
+    """
+    places = ranks(vectors, keys).double()
+    every = {
+        "recall_at_1": places <= 1,
+        "recall_at_10": places <= 10,
+        "mrr_at_10": (1 / places).where(places <= 10, 0.0),
+    }
+    found: dict[str, float] = {}
+    for name, values in every.items():
+        values, count = values.double(), len(values)
+        spread = values.std().item() if count > 1 else 0.0
+        found |= {f"eval_{name}": values.mean().item(), f"eval_{name}{MARGIN}": Z * spread / math.sqrt(count)}
+    return found | {"eval_candidates": len(torch.unique(keys[:, 1:]))}
+
+
+def correlation_figures(vectors: torch.Tensor, scores: torch.Tensor) -> dict[str, float]:
+    """How cosines of pairs agree with their scores.
+
+    Returns:
+        `eval_spearman` (of ranks, ties at their mean) and `eval_pearson`, each with half the width of its interval, by
+        Fisher's transformation: atanh(r) has the standard deviation 1 / sqrt(n - 3), of ranks
+        sqrt((1 + r² / 2) / (n - 3)) (Bonett and Wright 2000, Psychometrika 65:23).
+    """
+    cosines = (vectors[:, 0] * vectors[:, 1]).sum(-1).double()
+    scores = scores.double()
+    found: dict[str, float] = {}
+    for name, one, other in (
+        ("spearman", _ranked(cosines), _ranked(scores)),
+        ("pearson", cosines, scores),
+    ):
+        value = _correlation(one, other)
+        spread = math.sqrt((1 + value**2 / 2 if name == "spearman" else 1) / max(1, len(scores) - 3))
+        middle = math.atanh(max(-1 + 1e-12, min(1 - 1e-12, value)))
+        width = (math.tanh(middle + Z * spread) - math.tanh(middle - Z * spread)) / 2
+        found |= {f"eval_{name}": value, f"eval_{name}{MARGIN}": width}
+    return found
+
+
+def _ranked(values: torch.Tensor) -> torch.Tensor:
+    """(n,) place of each value among all, from 0 on; equal ones share the mean of theirs."""
+    _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts + 1) / 2)[inverse]
+
+
+def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Pearson's; 0 where either is the same everywhere."""
+    one, other = one - one.mean(), other - other.mean()
+    size = (one.square().sum() * other.square().sum()).sqrt().item()
+    return (one * other).sum().item() / size if size else 0.0
