@@ -40,6 +40,12 @@ checkpoint: {resume: never}
 _BF16 = ["precision=bf16"]
 _SENTENCE = "Return a copy of the string with its first character capitalized and the rest lowercased."
 _PAIRS = [*SEQ2SEQ, f"batch.seq_len={len(tiny_tokenizer(encoder_decoder=True)(_SENTENCE)['input_ids'])}"]
+_LONG = " ".join([_SENTENCE] * 4)
+# Rows are full and have their stop token, without which none is trained on.
+_TAUGHT = [
+    *("objective=distillation", "distillation.teacher.path=qwen", "data.sources=[alike.jsonl]"),
+    f"batch.seq_len={len(tiny_tokenizer()(_LONG)['input_ids']) + 1}",
+]
 _CASES = {
     # Nothing is padded, so there is no mask.
     "llama_one_long_row": ["batch.micro_batch_size=1", "batch.global_batch_size=1", "batch.seq_len=192"],
@@ -48,7 +54,7 @@ _CASES = {
     "gemma_lora": ["model.path=gemma", *LORA],
     "gpt2": ["model.path=gpt2"],
     "moe": ["model.path=moe"],
-    "llama_taught": ["objective=distillation", "distillation.teacher.path=qwen"],
+    "llama_taught": _TAUGHT,
     "blenderbot": _PAIRS,
 }
 _MORE_CASES = {
@@ -75,7 +81,7 @@ _MORE_CASES = {
     "moe_fp8": ["model.path=moe", *FP8],
     "llama_int4": INT4,
     "gemma_taught_in_nf4": [
-        *("model.path=gemma", "objective=distillation", "distillation.teacher.path=qwen", *LORA, *_BF16),
+        *("model.path=gemma", *_TAUGHT, *LORA, *_BF16),
         *("distillation.teacher.quantization=nf4", "distillation.beta=0.5", "distillation.ce_share=0.5"),
     ],
     "moe_int4": ["model.path=moe", *INT4],
@@ -98,7 +104,7 @@ def folder(tmp_path_factory):
         {"text": tokenizer.decode(tokenizer(row["text"])["input_ids"][: limit - 4 * (index % 2)])}
         for index, row in enumerate(texts)
     ]
-    for name, each in (("text", texts), ("pairs", pairs), ("mixed", mixed)):
+    for name, each in (("text", texts), ("pairs", pairs), ("mixed", mixed), ("alike", [{"text": _LONG}] * 40)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
     write_recipe(folder, "full_rows", _RECIPE)
     return folder

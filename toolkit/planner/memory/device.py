@@ -163,13 +163,13 @@ class _RankMemory:
             length = self.workload.evaluation_len or shape.seq_len
             shape = dataclasses.replace(shape, batch=batch / self.layout.sharing, seq_len=length)
             moments = self.engine.evaluating
-        compared = {"logits": teacher.compared(self.workload)}
+        compared = teacher.compared(self.workload)
         candidates = [
             _add(
                 base,
-                {part: getattr(left, part).at(shape) for part in ("activations", "casts", "logits")},
+                {part: getattr(left, part).at(shape) for part in ("activations", "casts")},
+                {"logits": max(left.logits.at(shape), compared if moment.place == "head" else 0.0)},
                 self._on_device(held),
-                compared if moment.place == "head" else {},
             )
             for moment in self.trace.moments
             if moment.phase == phase and self.engine.happens(moment)

@@ -7,10 +7,10 @@ from toolkit.planner.generation import vocabulary
 from toolkit.planner.memory.states import weights
 from toolkit.planner.workload import WIDTH, Workload
 
-_COMPARED = 36
-"""Bytes for each entry of the vocabulary and token of a chunk that `models.distillation.Divergence` holds on top of
-what a loss of labels does: in fp32 the teacher's logits, both models' log-probabilities at the temperature and the
-student's without it, and while they are compared mixture, difference, probabilities, a product and the gradient."""
+_COMPARED, _MIXED, _WARM = 32, 44, 40
+"""Bytes for each entry of the vocabulary and token of a chunk that `models.distillation.Divergence` holds in fp32 beside
+the student's logits: for one of both models' divergences from the other, for that of both from a mixture, and for
+either at a temperature other than 1."""
 _CHUNK, _CHUNK_ON_CPU = 512, 256
 """Tokens of a chunk, see `models.cpu_head`."""
 
@@ -30,13 +30,15 @@ def states_kept(workload: Workload) -> float:
 
 
 def compared(workload: Workload) -> float:
-    """Bytes held while tokens are compared; and of the gradient of a trained head, which is formed with the loss."""
+    """Bytes of logits and gradients while the logits of a chunk of tokens are compared; 0 without a teacher."""
     if workload.teacher is None:
         return 0.0
+    settings, width = workload.recipe.distillation, WIDTH[workload.types.compute]
     chunk = min(workload.shape.tokens, _CHUNK_ON_CPU if workload.on_cpu else _CHUNK)
-    entries = vocabulary(workload.trace)
+    beside = _MIXED if 0 < settings.beta < 1 else _WARM if settings.temperature != 1 else _COMPARED
+    # Logits are compared in fp32, of which those in 16 bits are copied.
+    entry = beside + width + (WIDTH["float32"] if width < WIDTH["float32"] else 0)
     head = [each for each in workload.trace.tensors if each.place == "head" and len(each.shape) == 2]
     head = head or [each for each in workload.trace.tensors if each.place == "embeddings" and len(each.shape) == 2]
-    # On a CPU that of labels is formed so, too.
-    gradient = 0 if workload.on_cpu else max((each.numel for each in head if each.trained), default=0)
-    return chunk * entries * _COMPARED + gradient * WIDTH["float32"]
+    gradient = max((each.numel for each in head if each.trained), default=0) * WIDTH["float32"]
+    return chunk * vocabulary(workload.trace) * entry + gradient + workload.trace.boundary.at(workload.shape)
