@@ -17,7 +17,7 @@ from tiny import models_and_rows, pair_rows, tiny_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6)
-# Gradients of the last biases are sums over texts that cancel, of which rounding is a larger share: slow steps hide it.
+# Gradients of the last biases are sums that cancel over texts, of which rounding is a larger share: steps are small.
 _SETTINGS = ["optimizer.eps=1.0e-3", "optimizer.learning_rate=1.0e-4"]
 SETTINGS = {method: [*METHODS[method], *_SETTINGS] for method in ("full", "lora", "qlora")}
 ROWS = {

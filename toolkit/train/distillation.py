@@ -17,8 +17,9 @@ from toolkit.models.teacher import Teacher, require_fused
 from toolkit.recipe.distillation import Distillation
 from toolkit.recipe.teaching import of_teacher
 from toolkit.report.rewards import MARGIN
+from toolkit.train.scoring import Z
 from toolkit.train.session import Session
-from toolkit.train.told import Telling, Z
+from toolkit.train.told import Telling
 from toolkit.train.trainer import CausalTrainer
 
 _WITH_INTERVALS = ("kl", "agreement")

@@ -31,7 +31,7 @@ from toolkit.report.rewards import MARGIN
 from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import AnswerTrainer
 from toolkit.train.rollouts import Asker, Rollout, uniform
-from toolkit.train.told import Z
+from toolkit.train.scoring import Z
 from toolkit.train.watchdog import beat
 
 ANSWERS = "answers.jsonl"

@@ -8,9 +8,7 @@ import torch
 
 from toolkit.models.embedding import ranks
 from toolkit.report.rewards import MARGIN
-
-Z = 1.959963984540054
-"""The quantile of the normal distribution that leaves 2.5% above it."""
+from toolkit.train.scoring import Z
 
 
 def retrieval_figures(vectors: torch.Tensor, keys: torch.Tensor) -> dict[str, float]:

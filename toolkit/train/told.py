@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 
-Z = 1.959963984540054
-"""The quantile of the normal distribution that leaves 2.5% above it."""
-
 
 class Telling:
     """Adds up what rows are like over micro-batches and processes until the loop logs. Goes before a trainer."""

@@ -8,9 +8,9 @@ from toolkit.planner.memory.states import weights
 from toolkit.planner.workload import WIDTH, Workload
 
 _COMPARED, _MIXED, _WARM = 32, 44, 40
-"""Bytes for each entry of the vocabulary and token of a chunk that `models.distillation.Divergence` holds in fp32 beside
-the student's logits: for one of both models' divergences from the other, for that of both from a mixture, and for
-either at a temperature other than 1."""
+"""Bytes for each entry of the vocabulary and token of a chunk that `models.distillation.Divergence` holds in fp32,
+beside the logits of the student: for the divergence of one model from the other, for that of both from a mixture, and
+for either at a temperature other than 1."""
 _CHUNK, _CHUNK_ON_CPU = 512, 256
 """Tokens of a chunk, see `models.cpu_head`."""
 
