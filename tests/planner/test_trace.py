@@ -594,7 +594,7 @@ def test_the_first_plan_of_a_large_model_takes_seconds_and_little_memory(model: 
     ("kind", "objective"),
     [
         *(("llama", "reward"), ("llama", "classification"), ("bert", "token_classification")),
-        ("llama", "embedding"),
+        *(("llama", "embedding"), ("bert", "embedding")),
     ],
 )
 def test_a_model_with_a_head_of_its_own_is_traced_without_a_vocabulary(

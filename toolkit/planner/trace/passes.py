@@ -79,7 +79,8 @@ def run(
         elif setting.device == "cpu" or not choice.fused or setting.objective == "seq2seq":
             inputs["label_positions"] = torch.zeros(batch * length, dtype=torch.long)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *inputs.values()]
-        chunk = setting.chunk if batch * length > setting.chunk else 0
+        # Heads of an objective's own score all at once.
+        chunk = setting.chunk if batch * length > setting.chunk and setting.objective not in HEADED else 0
         kind = CompiledTracker if compiled else Tracker
         tracker = kind(persistent, model.parameters(), setting.device == "cuda", chunk, deadline)
         timelines: dict[str, Timeline] = {}
