@@ -17,13 +17,12 @@ from toolkit.data.audit import (
     Lengths,
     Side,
     SourceFigures,
-    check_batch,
-    find_problems,
     in_sentences,
 )
 from toolkit.data.messages import read_messages, without_use
 from toolkit.data.prepare import prepare
 from toolkit.data.preview import render
+from toolkit.data.problems import check_batch, find_problems
 
 
 def audit(tmp_path: Path, rows: list[Any], tokenizer: Any = None, stop: frozenset[int] = STOP, **settings: Any) -> Any:

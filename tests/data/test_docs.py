@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from toolkit.data.audit import MIN_UNTRAINED_FATAL
-from toolkit.data.formats import Task, recognise
 from toolkit.data.hub import SECONDS
 from toolkit.data.readers import COMPRESSIONS, KINDS
+from toolkit.data.recognition import recognise
 from toolkit.data.sources import SPLITS
 from toolkit.data.streaming import AUDITED_ROWS, SHUFFLE_BUFFER
+from toolkit.data.task import Task
 from toolkit.recipe.embedding import Embedding
 from toolkit.recipe.schema import FORMATS, Data, Source
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.formats import Task, recognise
+from toolkit.data.recognition import recognise
 from toolkit.data.rows import Chat, Completion, Pair, Row, Segments, Text, Tokens, from_json, to_json
+from toolkit.data.task import Task
 from toolkit.recipe.schema import Source
 
 

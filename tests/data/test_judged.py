@@ -10,13 +10,15 @@ import pytest
 from data_fixtures import chatml_tokenizer, plain_tokenizer, recipe, write_jsonl
 
 from toolkit.common import UserError
-from toolkit.data.audit import check_weights, in_sentences
+from toolkit.data.audit import in_sentences
 from toolkit.data.collate import Collator, JudgedCollator
 from toolkit.data.encode import Encoder
-from toolkit.data.formats import Task, is_empty, recognise
 from toolkit.data.prepare import prepare
 from toolkit.data.preview import show
+from toolkit.data.problems import check_weights
+from toolkit.data.recognition import recognise
 from toolkit.data.rows import IGNORE, Judged, from_json, to_json
+from toolkit.data.task import Task, is_empty
 from toolkit.recipe.schema import Source
 
 STOP = "<|im_end|>"

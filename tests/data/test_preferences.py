@@ -14,10 +14,11 @@ from toolkit.common import UserError
 from toolkit.data.audit import in_sentences
 from toolkit.data.collate import AnswerCollator, Collator
 from toolkit.data.encode import Encoder
-from toolkit.data.formats import Task, is_empty, recognise
 from toolkit.data.prepare import answer_lengths, prepare
 from toolkit.data.preview import show
+from toolkit.data.recognition import recognise
 from toolkit.data.rows import IGNORE, Preference, from_json, to_json
+from toolkit.data.task import Task, is_empty
 from toolkit.recipe.schema import Source
 
 STOP = "<|im_end|>"

@@ -10,8 +10,9 @@ import pytest
 
 from toolkit.cli.main import main as toolkit
 from toolkit.common import UserError
-from toolkit.data.formats import Task, recognise
+from toolkit.data.recognition import recognise
 from toolkit.data.rows import Chat, Completion, Prompted, from_json, to_json
+from toolkit.data.task import Task
 from toolkit.recipe.schema import Source
 
 USER = {"role": "user", "content": "2 + 2"}

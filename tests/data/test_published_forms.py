@@ -17,8 +17,9 @@ from data_fixtures import plain_tokenizer
 from toolkit.common import UserError
 from toolkit.data.columns import MEDIA, REFUSED
 from toolkit.data.encode import Encoder
-from toolkit.data.formats import Task, recognise
+from toolkit.data.recognition import recognise
 from toolkit.data.rows import IGNORE
+from toolkit.data.task import Task
 from toolkit.recipe.schema import Source
 
 CHATML = """\

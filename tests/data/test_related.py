@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.formats import Task, is_empty, recognise
+from toolkit.data.recognition import recognise
 from toolkit.data.related import Texts, key_of
 from toolkit.data.rows import Related, from_json, sides, to_json
+from toolkit.data.task import Task, is_empty
 from toolkit.recipe.embedding import Embedding
 from toolkit.recipe.schema import Source
 

@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader
 from toolkit.common import UserError
 from toolkit.data import streaming
 from toolkit.data.encode import Encoder
-from toolkit.data.formats import Task
 from toolkit.data.prepare import prepare
 from toolkit.data.readers import read
 from toolkit.data.rows import Chat, Text
 from toolkit.data.sources import open_source
 from toolkit.data.streaming import Stream
+from toolkit.data.task import Task
 from toolkit.data.tokenization import Chunker
 from toolkit.train.main import main
 

@@ -15,9 +15,9 @@ from datasets import Dataset
 
 from toolkit.common import UserError
 from toolkit.data.encode import Encoder
-from toolkit.data.formats import Task, is_empty
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, from_json
 from toolkit.data.sources import open_source
+from toolkit.data.task import Task, is_empty
 from toolkit.data.tokenization import Chunker, collect, pack, tokenise
 from toolkit.recipe.schema import Source
 

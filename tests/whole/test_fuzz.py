@@ -30,9 +30,9 @@ from recipes import BASE
 from toolkit.common import UserError, printable
 from toolkit.data import chat_template
 from toolkit.data.encode import Encoder
-from toolkit.data.formats import Task
 from toolkit.data.rows import Chat
 from toolkit.data.sources import open_source
+from toolkit.data.task import Task
 from toolkit.data.tokenization import Chunker, open_rows
 from toolkit.distributed.engines import dtypes
 from toolkit.models.load import ModelSource

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 
 from toolkit.common import UserError
 from toolkit.data import readers, remote
-from toolkit.data.formats import Task, is_empty, recognise
+from toolkit.data.recognition import recognise
 from toolkit.data.sources import open_source
+from toolkit.data.task import Task, is_empty
 from toolkit.recipe import Problem, Recipe, origin_of
 from toolkit.recipe.schema import Source
 

@@ -8,9 +8,7 @@ where they merge with what stands before.
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,13 +18,10 @@ from toolkit.common import UserError, in_a_line
 from toolkit.data.chat_spans import (
     Conversation,
     Message,
-    Settings,
-    Tools,
     answer_of,
-    render,
     render_accepted,
 )
-from toolkit.data.chat_template import TEMPLATE_ERRORS, fixed_prompt, next_conversation
+from toolkit.data.chat_template import TEMPLATE_ERRORS, next_conversation
 from toolkit.data.label_encoding import text_ids, word_ids
 from toolkit.data.labelling import Labeller, Span, giving_up_named
 from toolkit.data.messages import ASIDE
@@ -44,8 +39,7 @@ from toolkit.data.rows import (
     Tokens,
     sides,
 )
-
-_SENTINEL = "(the answer)"
+from toolkit.data.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -128,15 +122,9 @@ class Encoder:
         self.train_on = train_on
         self.vocab_size = vocab_size
         self.template_kwargs = dict(template_kwargs or {})
-        self._fixed_prompts: dict[tuple[str, str], str] = {}
         self.stop_token_ids = stop_token_ids | ({tokenizer.eos_token_id} - {None})
         self._label = Labeller(tokenizer)
-        stops = sorted(self.stop_token_ids)
-        stop = f"(?:{_alternatives(tokenizer.convert_ids_to_tokens(stops))})"
-        self._stop_before, self._stop_after = re.compile(rf"\s*{stop}\s*(?=\S)"), re.compile(rf"\s*{stop}")
-        self._stop_at_end = re.compile(rf"{stop}\Z")
-        added = (token.content for token in tokenizer.added_tokens_decoder.values())
-        self._header_ends = re.compile(f"{_alternatives(added)}|\n")
+        self._turns = Turns(tokenizer, train_on, self.stop_token_ids)
 
     @giving_up_named()
     def __call__(self, row: Row | Rendered) -> Encoded:
@@ -186,7 +174,7 @@ class Encoder:
         next_conversation()
         try:
             conversation = Conversation(self.tokenizer, self._messages(row), row.tools, self._settings(row))
-            ranges, gaps = self._trained_spans(conversation, row.messages)
+            ranges, gaps = self._turns.trained(conversation, row.messages)
             conversation.refuse_lost_content()
         except UserError:
             raise
@@ -297,110 +285,6 @@ class Encoder:
     def _settings(self, row: Chat) -> dict[str, Any]:
         return self.template_kwargs | (row.template_kwargs or {})
 
-    def _trained_spans(self, conversation: Conversation, messages: list[Message]) -> tuple[list[Span], list[Span]]:
-        """The character ranges of the rendered conversation that are trained, in order, and gaps in them.
-
-        Args:
-            conversation: The rendered row.
-            messages: Its messages with their flags.
-        """
-        text, located = conversation.text, conversation.turns
-        flags = [message.get("train") for message in messages]
-        excluded = [i for i, flag in enumerate(flags) if flag is False]
-        partly = [i for i, message in enumerate(messages) if "untrained" in message]
-        if self.train_on == "all":
-            conversation.ensure_turns([*excluded, *partly])
-            gaps = sorted(span for i in excluded for span in located.get(i, []))
-            edges = [0, *itertools.chain(*gaps), len(text)]
-            spans = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-            return spans, [gap for i in partly for gap in conversation.locate_parts(i, messages[i]["untrained"])]
-        spans, gaps = [], []
-        turns = self._trained_turns(conversation, flags)
-        blocks = conversation.generation
-        by_turn = [i for i in turns if blocks is None or i not in conversation.assistants]
-        conversation.ensure_turns(by_turn)
-        headers: dict[tuple[str, str], str] = {}
-        for i in turns:
-            if i not in by_turn:
-                turn = [span for message, span in blocks or [] if message == i]
-            else:
-                speakers = (conversation.messages[i - 1]["role"] if i else "", conversation.messages[i]["role"])
-                if speakers not in headers:
-                    headers[speakers] = self._header(conversation, i)
-                turn = self._trim(text, located.get(i, []), headers[speakers])
-            if i in partly:
-                gaps += conversation.locate_parts(i, messages[i]["untrained"])
-            spans += turn
-        return spans, gaps
-
-    def _trained_turns(self, conversation: Conversation, flags: list[bool | None]) -> list[int]:
-        """The messages that are trained: `auto` heeds every flag, what the recipe names only loses those excluded."""
-        assistants = conversation.assistants
-        if self.train_on in ("auto", "completion"):
-            return [i for i, flag in enumerate(flags) if (i in assistants if flag is None else flag)]
-        if isinstance(self.train_on, list):
-            chosen = [i for i, message in enumerate(conversation.messages) if message["role"] in self.train_on]
-        else:
-            chosen = assistants[-1 if self.train_on == "last_assistant" else 0 :]
-        return [i for i in chosen if flags[i] is not False]
-
-    def _header(self, conversation: Conversation, i: int) -> str:
-        """What the template writes before the speaker's own text in message `i`.
-
-        For the model that is the generation prompt; for others, and for a template that has none, the text between
-        the message before and the content of this one.
-        """
-        history, tools, settings = conversation.messages[:i], conversation.tools, conversation.settings
-        role = conversation.messages[i]["role"]
-        try:
-            if history and role == "assistant":
-                if fixed := self._fixed_prompt(tools, settings):
-                    return fixed
-                plain = render(self.tokenizer, history, tools, settings)
-                prompted = render(self.tokenizer, history, tools, settings, prompt=True)
-                common = _common_length(plain, prompted)
-                if common < len(plain):  # The conversation itself ends with something (Phi-3: the end of the text).
-                    common = self._last_header_end(prompted, common)
-                if prompt := prompted[common:].lstrip():
-                    return prompt
-            probed = Conversation(self.tokenizer, [*history, {"role": role, "content": _SENTINEL}], tools, settings)
-        except TEMPLATE_ERRORS:
-            return ""
-        start = probed.turns.get(i, [(0, 0)])[0][0]
-        return probed.text[start : max(probed.text.rfind(_SENTINEL), start)].lstrip()
-
-    def _fixed_prompt(self, tools: Tools, settings: Settings) -> str:
-        """What stands before every answer, if the template shows that nothing else ever does."""
-        key = (self.tokenizer.get_chat_template(tools=tools), str(settings))
-        if key not in self._fixed_prompts:
-            self._fixed_prompts[key] = (fixed_prompt(self.tokenizer, tools, settings) or "").lstrip()
-        return self._fixed_prompts[key]
-
-    def _trim(self, text: str, spans: list[Span], header: str) -> list[Span]:
-        """Takes the header and what follows the stop token off a turn; adds a stop token written just after it."""
-        if not spans:
-            return []
-        (start, first_end), end = spans[0], spans[-1][1]
-        # Some templates write the stop token of a turn at the start of the next one.
-        if late := self._stop_before.match(text, start, first_end):
-            start = late.end()
-        body = text[start:first_end].lstrip()
-        skip = _common_length(header, body)
-        if skip < len(header):
-            # A partly different header, say a generation prompt that opens a reasoning block: its equal lines count.
-            skip = self._last_header_end(body, skip)
-        start = first_end - len(body) + skip if skip else start
-        stripped = len(text[:end].rstrip())
-        after = self._stop_after.match(text, end)
-        ends_with_stop = self._stop_at_end.search(text, start, stripped)
-        end = after.end() if after and not ends_with_stop else max(stripped, start)
-        edges = [start, *list(itertools.chain(*spans))[1:-1], end]
-        return list(zip(edges[::2], edges[1::2], strict=True))
-
-    def _last_header_end(self, text: str, limit: int) -> int:
-        """Where the last whole control token or line within the first `limit` characters ends."""
-        return max((match.end() for match in self._header_ends.finditer(text) if match.end() <= limit), default=0)
-
     def _without_eos(self, ids: list[int]) -> list[int]:
         return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
@@ -419,18 +303,6 @@ def _last_answer(labels: list[int]) -> int:
     while last > 0 and last < len(labels) and labels[last - 1] != IGNORE:
         last -= 1
     return last
-
-
-def _common_length(first: str, second: str) -> int:
-    """How many characters two texts begin with in common."""
-    if second.startswith(first):
-        return len(first)
-    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
-
-
-def _alternatives(strings: Iterable[str]) -> str:
-    """A pattern that matches one of the strings, the longest first; nothing if there are none."""
-    return "|".join(map(re.escape, sorted(strings, key=len, reverse=True))) or "(?!)"
 
 
 def _refused(error: Exception) -> UserError:

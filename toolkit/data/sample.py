@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from toolkit.common import UserError, first_line
 from toolkit.data import readers
-from toolkit.data.formats import Task, recognise
 from toolkit.data.readers import RawRow
+from toolkit.data.recognition import recognise
 from toolkit.data.rows import (
     IGNORE,
     Chat,
@@ -34,6 +34,7 @@ from toolkit.data.rows import (
 )
 from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics
+from toolkit.data.task import Task
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.schema import Source
 

@@ -22,9 +22,10 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from toolkit.common import UserError, in_background
-from toolkit.data.formats import RowFormat, Task, is_empty
+from toolkit.data.formats import RowFormat
 from toolkit.data.prompts import PromptFormat
 from toolkit.data.sources import Reader
+from toolkit.data.task import Task, is_empty
 from toolkit.data.tokenization import FEATURES, Chunker, open_rows, pack
 from toolkit.recipe import Recipe
 

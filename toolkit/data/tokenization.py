@@ -33,11 +33,12 @@ from toolkit.common import UserError
 from toolkit.data.audit import SourceFigures
 from toolkit.data.columns import EMPTY, names_in, verdict
 from toolkit.data.encode import Encoded, Encoder, Rendered
-from toolkit.data.formats import RowFormat, Task, is_empty, recognise
+from toolkit.data.formats import RowFormat
 from toolkit.data.label_encoding import closing
 from toolkit.data.messages import further_fields
 from toolkit.data.prompts import PromptFormat
 from toolkit.data.readers import RawRow
+from toolkit.data.recognition import recognise
 from toolkit.data.related import key_of
 from toolkit.data.rows import (
     IGNORE,
@@ -54,6 +55,7 @@ from toolkit.data.rows import (
     to_json,
 )
 from toolkit.data.sources import Reader
+from toolkit.data.task import Task, is_empty
 
 _Encoded = TypeVar("_Encoded")
 FIRST_ROWS = 100

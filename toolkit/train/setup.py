@@ -17,9 +17,10 @@ from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, set_seed
 
 from toolkit.common import in_background
-from toolkit.data.audit import Audit, DataError, with_settings
+from toolkit.data.audit import Audit, DataError
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
+from toolkit.data.problems import with_settings
 from toolkit.data.rewards import Scorer, file_hashes
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes, dtypes
