@@ -44,7 +44,7 @@ def test_a_missing_cluster_is_named(
     installed: bool, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if installed:
-        pytest.importorskip("ray")
+        pytest.importorskip("ray.job_submission")
         monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")
     else:
         monkeypatch.setitem(sys.modules, "ray.job_submission", None)
@@ -55,7 +55,7 @@ def test_a_missing_cluster_is_named(
 @pytest.fixture
 def cluster() -> Iterator[None]:
     """A Ray cluster of this machine alone."""
-    pytest.importorskip("ray")
+    pytest.importorskip("ray.job_submission")
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     head = ["start", "--head", "--num-cpus=1", "--dashboard-port=8265", "--disable-usage-stats"]
     subprocess.run([*ray, *head], check=True, capture_output=True, timeout=120)
