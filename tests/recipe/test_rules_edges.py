@@ -8,6 +8,7 @@ from recipes import each, recipe_of
 from toolkit.common import UserError
 from toolkit.distributed.layout import batch_layout
 from toolkit.recipe import Recipe
+from toolkit.recipe.distillation import Teacher
 from toolkit.recipe.rules import RULES
 from toolkit.recipe.rules.parallel import nearest_heads
 from toolkit.recipe.rules.unusual import UNUSUAL_RULES
@@ -465,6 +466,7 @@ def test_a_rule_ends_where_its_reason_ends(rule: str, common: str, breaks: list[
 
 def test_every_rule_points_at_a_key_or_a_section() -> None:
     known = {*Recipe.model_fields, *(path for paths in leaf_paths().values() for path in paths)}
+    known |= {f"distillation.teacher.{key}" for key in Teacher.model_fields}
     for name, rule in RULES.items():
         assert rule.path in known, name
         assert (rule.path in sections()) == (rule.keys is not None), f"{name}: a section's line says nothing"
@@ -481,7 +483,8 @@ def test_only_what_can_be_trained_is_warned_of() -> None:
         "early-stopping-min-delta",
     }
     overridden = {"data-format", "data-columns", "data-ignore"}
-    assert {name for name, rule in RULES.items() if rule.warns} == {*UNUSUAL_RULES, *switched_off, *overridden}
+    unusual = {*UNUSUAL_RULES, "teacher-itself"}
+    assert {name for name, rule in RULES.items() if rule.warns} == {*unusual, *switched_off, *overridden}
 
 
 def test_numbers_of_heads_and_processes_without_an_end_are_looked_through_at_once() -> None:

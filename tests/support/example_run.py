@@ -46,6 +46,7 @@ _SIDE = {
     "verdicts": None,
     "prompts": None,
     "classes": None,
+    "texts": None,
     "over_long": {"rows": 3, "action": "drop", "seq_len": 512},
     "longest": "rows.jsonl:17",
     "stop_trained_rows": 3084,
