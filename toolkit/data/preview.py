@@ -47,7 +47,7 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
             numbered = (f"document {number}" for number in itertools.count(1))
             parts = iter(("the chosen answer", "the rejected answer")) if pair else numbered
             what = f" in {len(lengths)} {'answers' if pair else 'documents'}" if "seq_lengths" in row else ""
-            if texts := prepared.audit.train.texts:
+            if texts := prepared.audit.train.texts if "keys" in row else None:
                 first = ("the first text", "the second") if texts.scores else ("the anchor", "its positive")
                 parts, pair = itertools.chain(first, itertools.repeat("a negative")), True
             what = f" with a {'good' if row['desirable'] else 'bad'} answer" if "desirable" in row else what
