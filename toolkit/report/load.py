@@ -226,9 +226,9 @@ class Record:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median over the steps."""
-        values = finite(self.training, "tokens_per_second")
-        return statistics.median(values) if values else None
+        """Median over the steps, the first ones left out where there are others."""
+        later, every = (finite(rows, "tokens_per_second") for rows in (self.training[WARM_UP_STEPS:], self.training))
+        return statistics.median(later or every) if every else None
 
     @property
     def speed(self) -> Speed | None:

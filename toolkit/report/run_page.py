@@ -211,7 +211,7 @@ def _tiles(record: Record) -> list[Tile]:
     if record.tokens_per_second is not None:
         padding = finite(record.training, "padding")
         share = (f"{statistics.fmean(padding):.0%} of what is computed is padding",) if padding else ()
-        notes = ("median of all steps", *share)
+        notes = ("median of the steps", *share)
         tiles.append(Tile("Tokens per second", compact(record.tokens_per_second), notes))
     if (speed := record.speed) and speed.flops is not None and speed.mfu is not None:
         tiles.append(

@@ -8,7 +8,7 @@ import torch
 
 from toolkit.models.embedding import ranks
 from toolkit.report.rewards import MARGIN
-from toolkit.train.scoring import Z
+from toolkit.train.scoring import Z, wilson
 
 
 def retrieval_figures(vectors: torch.Tensor, keys: torch.Tensor) -> dict[str, float]:
@@ -20,20 +20,19 @@ def retrieval_figures(vectors: torch.Tensor, keys: torch.Tensor) -> dict[str, fl
 
     Returns:
         `eval_recall_at_1` and `eval_recall_at_10`, the share of rows whose positive is the nearest or among the ten
-        nearest; `eval_mrr_at_10`, the mean of 1 / place, 0 beyond ten; each with half the width of its interval, by the
-        normal distribution of a mean; and `eval_candidates`.
+        nearest, with the longer side of Wilson's interval; `eval_mrr_at_10`, the mean of 1 / place, 0 beyond ten, with
+        half the width of its interval by the normal distribution of a mean; and `eval_candidates`.
     """
     places = ranks(vectors, keys).double()
-    every = {
-        "recall_at_1": places <= 1,
-        "recall_at_10": places <= 10,
-        "mrr_at_10": (1 / places).where(places <= 10, 0.0),
-    }
+    count = len(places)
     found: dict[str, float] = {}
-    for name, values in every.items():
-        values, count = values.double(), len(values)
-        spread = values.std().item() if count > 1 else 0.0
-        found |= {f"eval_{name}": values.mean().item(), f"eval_{name}{MARGIN}": Z * spread / math.sqrt(count)}
+    for most in (1, 10):
+        share = wilson(int((places <= most).sum()), count)
+        margin = max(abs(end - share.value) for end in (share.low, share.high) if end is not None)
+        found |= {f"eval_recall_at_{most}": share.value, f"eval_recall_at_{most}{MARGIN}": margin}
+    nearness = (1 / places).where(places <= 10, 0.0)
+    spread = nearness.std().item() if count > 1 else 0.0
+    found |= {"eval_mrr_at_10": nearness.mean().item(), f"eval_mrr_at_10{MARGIN}": Z * spread / math.sqrt(count)}
     return found | {"eval_candidates": len(torch.unique(keys[:, 1:]))}
 
 
