@@ -172,6 +172,10 @@ def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, 
         "dpo": [row | {"rejected": "No."} for row in tiny.pair_rows(40, "prompt", "chosen")],
         "kto": [row | {"label": n % 2 > 0} for n, row in enumerate(tiny.pair_rows(40, "prompt", "completion"))],
         "distillation": tiny.chat_rows(40),
+        "embedding": [
+            row | {f"negative_{at + 1}": f"not {n}" for at in range(recipe.embedding.negatives)}
+            for n, row in enumerate(tiny.pair_rows(40, "anchor", "positive"))
+        ],
         "grpo": [{"prompt": f"{n} + 1", "answer": str(n + 1)} for n in range(40)],
         "reward": [row | {"rejected": "No."} for row in tiny.pair_rows(40, "prompt", "chosen")],
         "classification": tiny.labelled_rows(40),
@@ -197,6 +201,8 @@ def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, 
     ]
     if recipe.distills:
         overrides.append(f"distillation.teacher.path={tiny.tiny_model(config, tmp_path / 'teacher', seed=1)}")
+    if recipe.embedding.dims:
+        overrides.append("embedding.dims=[32,16]")
     if recipe.precision == "fp16":  # Loss scaling needs a GPU.
         overrides.append("precision=fp32")
     if recipe.strategy.name != "ddp":  # test_worked_examples.py trains these on their engines.
@@ -215,6 +221,8 @@ def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, 
     near = {"dpo": (0.6, 0.8), "kto": (0.4, 0.6), "reward": (0.5, 0.9), "classification": (0.8, 1.4), "grpo": (-2, 2)}
     # Two random models say nearly the same, that every token is as likely as the others.
     near |= {"token_classification": (1.2, 2.0), "distillation": (0.0, 0.5)}
+    # Of two to four candidates, at 20 times their cosines, summed over the sizes of a vector.
+    near |= {"embedding": (0.1, 10)}
     low, high = near.get(recipe.objective, (5, 8))
     losses = [row["loss"] for row in metrics if "loss" in row] + held_out
     # The few outputs of a head leave where they begin within a step.
