@@ -76,12 +76,13 @@ def test_an_engine_equals_one_process(
         assert one["eval_tokens"] == other["eval_tokens"]
 
 
+@pytest.mark.timeout(1260)
 @pytest.mark.slow
 def test_the_demo_recovers_what_four_bits_have_lost(tmp_path: Path, ranks: Ranks) -> None:
     """With a real model: on held-out rows it comes nearer to itself in full precision."""
     less = ["schedule.max_steps=6", "batch.global_batch_size=4", "data.eval_max_samples=6"]
     arguments = ["recipe=smollm2_135m_distillation_demo", "--recipes", str(ROOT / "recipes")]
-    done = ranks.run(tmp_path, *arguments, *less, timeout=540)
+    done = ranks.run(tmp_path, *arguments, *less, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     first, *_, last = [
         row for row in metrics(tmp_path / "runs" / "smollm2_135m_distillation_demo") if "eval_loss" in row

@@ -85,12 +85,13 @@ def test_an_engine_equals_one_process(
             assert one.get(key) == pytest.approx(other[key], abs=1e-6) if key in other else key not in one
 
 
+@pytest.mark.timeout(1260)
 @pytest.mark.matrix
 def test_the_demo_learns_with_a_real_model(tmp_path: Path, ranks: Ranks) -> None:
     """On real texts: questions find their answers among those of all held-out rows."""
     less = ["schedule.max_steps=12", "data.eval_max_samples=64", "evaluation.every_steps=12"]
     arguments = ["recipe=smollm2_135m_embedding_demo", "--recipes", str(ROOT / "recipes")]
-    done = ranks.run(tmp_path, *arguments, *less, timeout=540)
+    done = ranks.run(tmp_path, *arguments, *less, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = metrics(tmp_path / "runs" / "smollm2_135m_embedding_demo")
     first, *_, last = [row for row in rows if "eval_loss" in row]

@@ -89,13 +89,14 @@ def test_an_engine_equals_one_process(
         assert one.get("eval_entities") == other.get("eval_entities")
 
 
+@pytest.mark.timeout(1260)
 @pytest.mark.matrix
 @pytest.mark.parametrize("objective", ["reward", "classification", "token_classification"])
 def test_the_demo_learns_with_a_real_model(objective: str, tmp_path: Path, ranks: Ranks) -> None:
     """On real texts: held-out rows are told better than by chance, or by who always says the same."""
     less = ["schedule.max_steps=8", "data.eval_max_samples=32", "evaluation.every_steps=8", "batch.global_batch_size=8"]
     arguments = [f"recipe=smollm2_135m_{objective}_demo", "--recipes", str(ROOT / "recipes")]
-    done = ranks.run(tmp_path, *arguments, *less, timeout=540)
+    done = ranks.run(tmp_path, *arguments, *less, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = metrics(tmp_path / "runs" / f"smollm2_135m_{objective}_demo")
     first, *_, last = [row for row in rows if "eval_loss" in row]

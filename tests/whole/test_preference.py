@@ -116,13 +116,14 @@ def test_an_engine_equals_one_process(
         assert one.get("eval_pairs") == other.get("eval_pairs") and one.get("eval_answers") == other.get("eval_answers")
 
 
+@pytest.mark.timeout(1260)
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_the_demo_learns_to_prefer_the_right_answer(objective: str, tmp_path: Path, ranks: Ranks) -> None:
     """With a real model on real texts: held-out answers are told apart better than by chance."""
     less = ["schedule.max_steps=8", "data.eval_max_samples=24", "evaluation.num_prompts=1", "evaluation.every_steps=8"]
     arguments = [f"recipe=smollm2_135m_{objective}_demo", "--recipes", str(ROOT / "recipes")]
-    done = ranks.run(tmp_path, *arguments, *less, timeout=540)
+    done = ranks.run(tmp_path, *arguments, *less, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = metrics(tmp_path / "runs" / f"smollm2_135m_{objective}_demo")
     first, *_, last = [row for row in rows if "eval_loss" in row]
