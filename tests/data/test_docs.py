@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.audit import MIN_UNTRAINED_FATAL
 from toolkit.data.hub import SECONDS
+from toolkit.data.problems import MIN_UNTRAINED_FATAL
 from toolkit.data.readers import COMPRESSIONS, KINDS
 from toolkit.data.recognition import recognise
 from toolkit.data.sources import SPLITS
