@@ -125,12 +125,15 @@ class Divergence:
             whole = logits.log_softmax(1)
             surprise = -whole.gather(1, labels)[:, 0]
             self.figures[rows, 2] = surprise
-            teacher, student = ((each / settings.temperature).log_softmax(1) for each in (known, own))
-            if settings.temperature == 1:
+            teacher, student = known.log_softmax(1), whole if common == logits.shape[1] else own.log_softmax(1)
+            as_told = settings.beta == 0 and settings.temperature == 1
+            if not as_told:
                 self.figures[rows, 0] = _kl(teacher, student)
-            else:
-                self.figures[rows, 0] = _kl(known.log_softmax(1), own.log_softmax(1))
+            if settings.temperature != 1:
+                teacher, student = ((each / settings.temperature).log_softmax(1) for each in (known, own))
             losses, gradient = divergence(settings.beta, teacher, student, wanted)
+            if as_told:
+                self.figures[rows, 0] = losses
             if settings.ce_share:
                 losses = (1 - settings.ce_share) * losses + settings.ce_share * surprise
             if gradient is None:

@@ -7,10 +7,10 @@ from toolkit.planner.generation import vocabulary
 from toolkit.planner.memory.states import weights
 from toolkit.planner.workload import WIDTH, Workload
 
-_COMPARED, _MIXED, _WARM = 32, 44, 40
+_COMPARED, _MIXED, _APART = 28, 40, 4
 """Bytes for each entry of the vocabulary and token of a chunk that `models.distillation.Divergence` holds in fp32,
-beside the logits of the student: for the divergence of one model from the other, for that of both from a mixture, and
-for either at a temperature other than 1."""
+beside the logits of the student: for the divergence of one model from the other, or of both from a mixture, and more
+where the student's log-probabilities are not those by which labels are scored."""
 _CHUNK, _CHUNK_ON_CPU = 512, 256
 """Tokens of a chunk, see `models.cpu_head`."""
 
@@ -35,10 +35,12 @@ def compared(workload: Workload) -> float:
         return 0.0
     settings, width = workload.recipe.distillation, WIDTH[workload.types.compute]
     chunk = min(workload.shape.tokens, _CHUNK_ON_CPU if workload.on_cpu else _CHUNK)
-    beside = _MIXED if 0 < settings.beta < 1 else _WARM if settings.temperature != 1 else _COMPARED
+    entries = vocabulary(workload.trace)
+    apart = settings.temperature != 1 or vocabulary(workload.teacher.trace) < entries
+    beside = (_MIXED if 0 < settings.beta < 1 else _COMPARED) + _APART * apart
     # Logits are compared in fp32, of which those in 16 bits are copied.
     entry = beside + width + (WIDTH["float32"] if width < WIDTH["float32"] else 0)
     head = [each for each in workload.trace.tensors if each.place == "head" and len(each.shape) == 2]
     head = head or [each for each in workload.trace.tensors if each.place == "embeddings" and len(each.shape) == 2]
     gradient = max((each.numel for each in head if each.trained), default=0) * WIDTH["float32"]
-    return chunk * vocabulary(workload.trace) * entry + gradient + workload.trace.boundary.at(workload.shape)
+    return chunk * entries * entry + gradient + workload.trace.boundary.at(workload.shape)
