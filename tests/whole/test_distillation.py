@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from demos import SECONDS, before_and_after
 from figures import record
-from harness import metrics, write_recipe
+from harness import write_recipe
 from matrix import METHODS, RECIPE, Difference, Launcher, cells
 from ranks import Ranks
 from tiny import models_and_rows, tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6)
 COMMON = [
     *(
@@ -76,15 +76,10 @@ def test_an_engine_equals_one_process(
         assert one["eval_tokens"] == other["eval_tokens"]
 
 
-@pytest.mark.timeout(1260)
+@pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.slow
 def test_the_demo_recovers_what_four_bits_have_lost(tmp_path: Path, ranks: Ranks) -> None:
     """With a real model: on held-out rows it comes nearer to itself in full precision."""
     less = ["schedule.max_steps=6", "batch.global_batch_size=4", "data.eval_max_samples=6"]
-    arguments = ["recipe=smollm2_135m_distillation_demo", "--recipes", str(ROOT / "recipes")]
-    done = ranks.run(tmp_path, *arguments, *less, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, *_, last = [
-        row for row in metrics(tmp_path / "runs" / "smollm2_135m_distillation_demo") if "eval_loss" in row
-    ]
+    first, last = before_and_after("distillation", tmp_path, ranks, *less)
     assert last["eval_kl"] < first["eval_kl"] and last["eval_loss"] < first["eval_loss"]

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from demos import SECONDS, before_and_after
 from figures import record
-from harness import metrics, write_recipe
+from harness import write_recipe
 from matrix import METHODS, RECIPE, Difference, Launcher, cells
 from ranks import Ranks
 from tiny import models_and_rows, pair_rows, tiny_encoder
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6)
 # Gradients of the last biases are sums that cancel over texts, of which rounding is a larger share: steps are small.
 _SETTINGS = ["optimizer.eps=1.0e-3", "optimizer.learning_rate=1.0e-4"]
@@ -85,15 +85,11 @@ def test_an_engine_equals_one_process(
             assert one.get(key) == pytest.approx(other[key], abs=1e-6) if key in other else key not in one
 
 
-@pytest.mark.timeout(1260)
+@pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.matrix
 def test_the_demo_learns_with_a_real_model(tmp_path: Path, ranks: Ranks) -> None:
     """On real texts: questions find their answers among those of all held-out rows."""
     less = ["schedule.max_steps=12", "data.eval_max_samples=64", "evaluation.every_steps=12"]
-    arguments = ["recipe=smollm2_135m_embedding_demo", "--recipes", str(ROOT / "recipes")]
-    done = ranks.run(tmp_path, *arguments, *less, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = metrics(tmp_path / "runs" / "smollm2_135m_embedding_demo")
-    first, *_, last = [row for row in rows if "eval_loss" in row]
+    first, last = before_and_after("embedding", tmp_path, ranks, *less)
     assert last["eval_loss"] < first["eval_loss"]
     assert last["eval_recall_at_10"] > first["eval_recall_at_10"]

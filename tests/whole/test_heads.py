@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from demos import SECONDS, before_and_after
 from figures import record
-from harness import metrics, write_recipe
+from harness import write_recipe
 from matrix import METHODS, RECIPE, Difference, Launcher, cells
 from ranks import Ranks
 from tiny import labelled_rows, models_and_rows, pair_rows, tagged_rows, tiny_encoder
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6)
 SETTINGS = {method: [*METHODS[method], "optimizer.eps=1.0e-3"] for method in ("full", "lora", "qlora")}
 # At a higher rate all pairs are soon told apart, and of a loss and gradients near zero rounding is a larger share.
@@ -89,16 +89,12 @@ def test_an_engine_equals_one_process(
         assert one.get("eval_entities") == other.get("eval_entities")
 
 
-@pytest.mark.timeout(1260)
+@pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.matrix
 @pytest.mark.parametrize("objective", ["reward", "classification", "token_classification"])
 def test_the_demo_learns_with_a_real_model(objective: str, tmp_path: Path, ranks: Ranks) -> None:
     """On real texts: held-out rows are told better than by chance, or by who always says the same."""
     less = ["schedule.max_steps=8", "data.eval_max_samples=32", "evaluation.every_steps=8", "batch.global_batch_size=8"]
-    arguments = [f"recipe=smollm2_135m_{objective}_demo", "--recipes", str(ROOT / "recipes")]
-    done = ranks.run(tmp_path, *arguments, *less, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = metrics(tmp_path / "runs" / f"smollm2_135m_{objective}_demo")
-    first, *_, last = [row for row in rows if "eval_loss" in row]
+    first, last = before_and_after(objective, tmp_path, ranks, *less)
     assert last["eval_loss"] < first["eval_loss"] and last["eval_accuracy"] > first["eval_accuracy"]
     assert last["eval_accuracy"] >= {"reward": 0.65, "classification": 0.6, "token_classification": 0.8}[objective]

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from demos import SECONDS, before_and_after
 from figures import record
-from harness import metrics, write_recipe
+from harness import write_recipe
 from matrix import METHODS, RECIPE, Difference, Launcher, Result, cells
 from ranks import Ranks
 from tiny import chat_rows, models_and_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6)
 MODELS = {"llama": "meta-llama/Llama-3.2-1B"}
 SETTINGS = {
@@ -97,15 +97,11 @@ def _with_losses_above_zero(result: Result) -> Result:
     return dataclasses.replace(result, losses=[1 + loss for loss in result.losses])
 
 
-@pytest.mark.timeout(1260)
+@pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.slow
 def test_the_demo_learns_a_format_from_rewards(tmp_path: Path, ranks: Ranks) -> None:
     """With a real model: on held-out prompts more answers keep to the format, beyond what chance explains."""
     less = ["schedule.max_steps=5", "evaluation.num_prompts=0", "evaluation.every_steps=5"]
-    arguments = ["recipe=smollm2_135m_grpo_demo", "--recipes", str(ROOT / "recipes")]
-    done = ranks.run(tmp_path, *arguments, *less, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = metrics(tmp_path / "runs" / "smollm2_135m_grpo_demo")
-    first, *_, last = [row for row in rows if "eval_loss" in row]
+    first, last = before_and_after("grpo", tmp_path, ranks, *less)
     low = last["eval_reward_format"] - last["eval_reward_format_plus_minus"]
     assert low > first["eval_reward_format"] + first["eval_reward_format_plus_minus"]

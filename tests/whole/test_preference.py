@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from demos import SECONDS, before_and_after
 from figures import record
-from harness import metrics, write_recipe
+from harness import write_recipe
 from matrix import METHODS, RECIPE, Difference, Launcher, cells
 from ranks import Ranks
 from tiny import models_and_rows, pair_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6)
 MODELS = {
     "llama": "meta-llama/Llama-3.2-1B",
@@ -116,16 +116,12 @@ def test_an_engine_equals_one_process(
         assert one.get("eval_pairs") == other.get("eval_pairs") and one.get("eval_answers") == other.get("eval_answers")
 
 
-@pytest.mark.timeout(1260)
+@pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_the_demo_learns_to_prefer_the_right_answer(objective: str, tmp_path: Path, ranks: Ranks) -> None:
     """With a real model on real texts: held-out answers are told apart better than by chance."""
     less = ["schedule.max_steps=8", "data.eval_max_samples=24", "evaluation.num_prompts=1", "evaluation.every_steps=8"]
-    arguments = [f"recipe=smollm2_135m_{objective}_demo", "--recipes", str(ROOT / "recipes")]
-    done = ranks.run(tmp_path, *arguments, *less, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = metrics(tmp_path / "runs" / f"smollm2_135m_{objective}_demo")
-    first, *_, last = [row for row in rows if "eval_loss" in row]
+    first, last = before_and_after(objective, tmp_path, ranks, *less)
     assert first["eval_accuracy"] == 0.5
     assert last["eval_accuracy"] >= 0.65 and last["eval_loss"] < first["eval_loss"] and last["eval_reward_margin"] > 0

@@ -79,9 +79,9 @@ TOKENS_FEATURES = Features(
     | dict.fromkeys(("seq_lengths", "token_type_ids"), List(Value("int32")))
     | {"columns": Value("large_string"), "keys": List(Value("int64")), "score": Value("float64")}
 )
-_NO_PAIR = {"chosen": 0, "rejected": 0, "equal": False, "apart": False, "seq_lengths": [], "token_type_ids": []}
-_NO_PAIR |= {"columns": "", "cut": 0, "keys": [], "score": 0.0}
-"""Columns of rows that are no pairs of answers."""
+_EMPTY_COLUMNS = {"chosen": 0, "rejected": 0, "equal": False, "apart": False, "seq_lengths": [], "token_type_ids": []}
+_EMPTY_COLUMNS |= {"columns": "", "cut": 0, "keys": [], "score": 0.0}
+"""What columns hold where a kind of rows has nothing for them."""
 
 
 def open_rows(reader: Reader, task: Task) -> tuple[RowFormat | PromptFormat, Iterator[RawRow]]:
@@ -226,7 +226,7 @@ class Chunker:
         trained = sum(label != IGNORE for label in labels)
         whole = {"kind": type(row).__name__, "length": length, "merged": False, "prompt_lost": False, "stops": True}
         told = {"input_ids": ids, "labels": labels, "trained": trained, "desirable": False}
-        return _NO_PAIR | whole | told | {"token_type_ids": types}
+        return _EMPTY_COLUMNS | whole | told | {"token_type_ids": types}
 
     def _cut(self, values: list[int]) -> list[int]:
         """What of a text's tokens, or of what stands beside them, is kept: the beginning, and what ends every text."""
@@ -240,7 +240,7 @@ class Chunker:
         ids = [self._cut(each) if cuts and len(each) > self.seq_len else each for each in whole]
         equal = row.score is None and ids[0] == ids[1]
         flat = [token for each in ids for token in each]
-        return _NO_PAIR | {
+        return _EMPTY_COLUMNS | {
             "kind": type(row).__name__,
             "desirable": False,
             "input_ids": flat,
@@ -275,7 +275,7 @@ class Chunker:
                 chunk["labels"][0] = IGNORE  # it is context, not a target
             targets = [label for label in chunk["labels"] if label != IGNORE]
             stops = not self.encoder.stop_token_ids.isdisjoint(targets)
-            chunks.append(_NO_PAIR | chunk | whole | {"trained": len(targets), "stops": stops})
+            chunks.append(_EMPTY_COLUMNS | chunk | whole | {"trained": len(targets), "stops": stops})
         return chunks
 
     def _prompt(self, row: Prompted, where: str) -> dict[str, Any]:
@@ -284,7 +284,9 @@ class Chunker:
         labels = [IGNORE] * len(ids)
         whole = {"kind": type(row.asked).__name__, "length": len(ids), "merged": False, "prompt_lost": False}
         whole |= {"desirable": False, "trained": len(ids), "stops": True}
-        return _NO_PAIR | {"input_ids": ids, "labels": labels, "columns": json.dumps([where, row.columns])} | whole
+        return (
+            _EMPTY_COLUMNS | {"input_ids": ids, "labels": labels, "columns": json.dumps([where, row.columns])} | whole
+        )
 
     def _pair(self, kind: str, chosen: Encoded, rejected: Encoded) -> dict[str, Any]:
         """Both answers behind each other, each with its prompt and cut to length by itself; none is trained of a pair
@@ -294,7 +296,7 @@ class Chunker:
         ids, labels = [side.input_ids[:end] for side in both], [side.labels[:end] for side in both]
         targets = [[label for label in side if label != IGNORE] for side in labels]
         equal = ids[0] == ids[1]
-        return _NO_PAIR | {
+        return _EMPTY_COLUMNS | {
             "kind": kind,
             "desirable": False,
             "input_ids": [*ids[0], *ids[1]],
