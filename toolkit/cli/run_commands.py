@@ -120,14 +120,16 @@ def merge(options: argparse.Namespace) -> None:
 class Export(Keys):
     """The keys of `toolkit export`."""
 
-    format: Literal["int8", "fp8", "nf4", "gguf", "gguf_q8_0"]
+    format: Literal["int8", "fp8", "nf4", "int4", "gguf", "gguf_q8_0"]
     output: str | None = None
     """The folder; by default that of the run with the format's name."""
 
 
 @command(
     _RUN,
-    option("arguments", "key=value", "format=int8, fp8, nf4, gguf or gguf_q8_0, output=DIR: docs/use.md", nargs="*"),
+    option(
+        "arguments", "key=value", "format=int8, fp8, nf4, int4, gguf or gguf_q8_0, output=DIR: docs/use.md", nargs="*"
+    ),
 )
 def export(options: argparse.Namespace) -> None:
     """Write a run's model in fewer bits, and compare it with the run's."""
