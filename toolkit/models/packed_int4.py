@@ -49,7 +49,10 @@ def pack(model: Any, whole: Sequence[str]) -> None:
     )
 
     if any(True for module in model.modules() for _ in fused(module)):
-        raise UserError("format=int4: the experts of this model are no linear layers", "take format=gguf_q8_0 or int8")
+        raise UserError(
+            "format=int4: the experts of this model are no linear layers",
+            "take another format; gguf_q8_0 stores experts, too",
+        )
     head = model.get_output_embeddings()
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     taken = {
@@ -65,7 +68,7 @@ def pack(model: Any, whole: Sequence[str]) -> None:
     config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=[*linear.keys() - taken.keys()])
     apply_quantization_config(model, config)
     for each in taken.values():
-        each.weight_scale.data.copy_(scales(each.weight.detach(), group))
+        each.get_parameter("weight_scale").data.copy_(scales(each.weight.detach(), group))
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.packed_by = compressor

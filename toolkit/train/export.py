@@ -21,6 +21,7 @@ from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
 from toolkit.report.load import read_manifest
+from toolkit.report.serving import serving
 from toolkit.train.evaluate import answer, as_prompt
 from toolkit.train.run_folder import RunFolder, check_final, hash_files
 
@@ -51,9 +52,7 @@ def opened(run: Path) -> ModelSource:
     return source.labelled(read_audit(run).classes, source.tokenizer(saved=final_model(run)))
 
 
-def refuse_head(
-    run: Path, instead: str = "toolkit report shows its held-out scores, and README.md how it is used"
-) -> None:
+def refuse_head(run: Path) -> None:
     """Refuses a run whose model has no head for the vocabulary.
 
     Raises:
@@ -61,7 +60,13 @@ def refuse_head(
     """
     recipe = load_resolved(run / "recipe.yaml")
     if recipe.headed:
-        raise UserError(f"{run} was trained with objective {recipe.objective}: its model says no words", instead)
+        lora = recipe.method.name == "lora"
+        _, line = serving(run, recipe, run / ("merged" if lora else "final"), run.name)[-1]
+        once = f", once `toolkit merge {run}` has merged it" if lora else ""
+        raise UserError(
+            f"{run} was trained with objective {recipe.objective}: its model says no words",
+            f"`toolkit report {run}` shows its held-out scores; it is asked{once} by\n  {line}",
+        )
 
 
 def load_begun(run: Path) -> Any:
