@@ -66,8 +66,7 @@ def test_files_hold_codes_of_all_layers_but_those_that_are_kept(tmp_path: Path) 
         assert torch.equal(codes * scales, again[name])
 
 
-@pytest.mark.parametrize(("kind", "words"), [("moe", "experts"), ("gpt2", "no linear layers")])
-def test_what_has_no_linear_layers_is_refused(kind: str, words: str, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(MODELS[kind], tmp_path / kind))
-    with pytest.raises(UserError, match=words):
+def test_what_has_no_linear_layers_is_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(MODELS["gpt2"], tmp_path / "gpt2"))
+    with pytest.raises(UserError, match="no linear layers"):
         packed_int4.pack(model, [])

@@ -178,6 +178,20 @@ def test_files_for_llama_cpp_are_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert not (run / "gguf").exists()
 
 
+@pytest.mark.parametrize("form", ["nf4", "int4"])
+def test_experts_are_not_left_out_of_four_bits(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path("runs") / f"experts-{form}"
+    run.mkdir(parents=True)
+    if not Path("moe").exists():
+        tiny_model(MODELS["moe"], Path("moe"))
+    recipe = load_checked("small", ["model.path=moe", "objective=sft", "data.sources=[pairs.jsonl]"])
+    (run / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    shutil.copytree("moe", run / "final")
+    assert cli(["export", str(run), f"format={form}"]) == 1
+    error = capsys.readouterr().err
+    assert "experts of this model are no linear layers" in error and "format=int8" in error
+
+
 def test_a_merged_head_says_how_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of("classification", "bert", LORA)
     assert cli(["chat", str(run)]) == 1

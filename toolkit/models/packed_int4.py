@@ -19,7 +19,6 @@ from torch import nn
 
 from toolkit.common import UserError
 from toolkit.files import write_json
-from toolkit.models.experts import fused
 from toolkit.models.heads import belongs_to_head
 
 _GROUPS = (128, 64, 32)
@@ -38,7 +37,7 @@ def pack(model: Any, whole: Sequence[str]) -> None:
         whole: Names of modules that stay as they are, as the output head does.
 
     Raises:
-        UserError: If weights of the model lie elsewhere than in linear layers.
+        UserError: If it has none.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -48,11 +47,6 @@ def pack(model: Any, whole: Sequence[str]) -> None:
         apply_quantization_config,
     )
 
-    if any(True for module in model.modules() for _ in fused(module)):
-        raise UserError(
-            "format=int4: the experts of this model are no linear layers",
-            "take another format; gguf_q8_0 stores experts, too",
-        )
     head = model.get_output_embeddings()
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     taken = {
@@ -65,7 +59,7 @@ def pack(model: Any, whole: Sequence[str]) -> None:
     group = next(size for size in _GROUPS if all(each.in_features % size == 0 for each in taken.values()))
     stored = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
     scheme = QuantizationScheme(targets=["Linear"], weights=stored)
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=[*linear.keys() - taken.keys()])
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=sorted(linear.keys() - taken.keys()))
     apply_quantization_config(model, config)
     for each in taken.values():
         each.get_parameter("weight_scale").data.copy_(scales(each.weight.detach(), group))

@@ -27,6 +27,7 @@ from toolkit.models.embedding import drop_pooler
 from toolkit.models.heads import auto_class, kept_whole
 from toolkit.models.load import ModelSource
 from toolkit.models.sentence_files import write_modules
+from toolkit.recipe import model_configs
 from toolkit.recipe.load import load_resolved
 from toolkit.train import gguf
 from toolkit.train.export import final_model, load_trained, on_device, opened
@@ -77,6 +78,8 @@ FORMATS = {
     "int4": Format("compressed_tensors"),
 }
 """By the name that a user gives."""
+_OF_LINEAR_LAYERS = ("nf4", "int4")
+"""Formats that no library reads back, or serves, where experts are left as they are."""
 
 
 def export(run: Path, form: str, output: Path) -> str:
@@ -110,6 +113,11 @@ def export(run: Path, form: str, output: Path) -> str:
         raise UserError(f"{output} exists already", "name another folder with output=DIR")
     source = opened(run)
     recipe, final = source.recipe, final_model(run)
+    if form in _OF_LINEAR_LAYERS and model_configs.fused_experts(source.config.to_dict()):
+        raise UserError(
+            f"format={form}: the experts of this model are no linear layers, which alone are stored so",
+            "take format=int8, which leaves experts as they are, or gguf_q8_0",
+        )
     tokenizer = source.tokenizer(saved=final)
     probe = Probe.of(source, tokenizer)
     wanted = probe.outputs(on_device(load_trained(run)[1], recipe), dtypes(recipe).autocast)
