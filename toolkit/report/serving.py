@@ -9,15 +9,11 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from toolkit.common import concealed
-from toolkit.distributed.engines import dtypes
+from toolkit.distributed.vllm_lines import adapters, base
 from toolkit.recipe import Recipe
 from toolkit.recipe.reinforcement import VLLM_RANKS
-
-_PORT = 8000
-"""On which vLLM serves by default."""
 
 
 def next_steps(run: Path, recipe: Recipe) -> list[tuple[str, str]]:
@@ -65,43 +61,16 @@ def vllm_line(recipe: Recipe, model: str, name: str, merged: bool = False) -> st
     if recipe.method.name == "full" or merged:
         words += [model, "--served-model-name", name]
     else:
-        words += [*_base(recipe), *_adapters(recipe), "--lora-modules", f"{name}={model}"]
+        words += [*base(recipe), *adapters(recipe), "--lora-modules", f"{name}={model}"]
         # With an adapter vLLM takes the base's template; the folder has the one that was trained with.
         if recipe.model.chat_template:
             words += ["--chat-template", str(Path(model) / "chat_template.jinja")]
     return _line(*words, *_settings(recipe, "--default-chat-template-kwargs"))
 
 
-def answers_line(recipe: Recipe) -> str:
-    """Starts the server that answers a training's prompts, see `rollout.server`, for its weights and its longest rows.
-
-    What a model's `generation_config.json` says is left out: answers are drawn from what the model is trained as.
-    """
-    lora, server = recipe.method.name == "lora", recipe.rollout.server
-    assert server is not None, "a server answers"
-    allowed = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" if lora else "VLLM_SERVER_DEV_MODE=1"
-    port = urlsplit(server).port or (443 if server.startswith("https") else 80)
-    words = ["vllm", "serve", *_base(recipe), *(_adapters(recipe) if lora else [])]
-    words += ["--tokenizer", recipe.model.tokenizer] if recipe.model.tokenizer else []
-    words += ["--dtype", dtypes(recipe).export, "--max-model-len", str(recipe.batch.seq_len)]
-    words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    words += ["--port", str(port)] if port != _PORT else []
-    words += ["--trust-remote-code"] if recipe.model.trust_remote_code else []
-    return f"{allowed} {_line(*words)}"
-
-
 def transformers_line(recipe: Recipe, model: str) -> str:
     """Serves a full or merged model."""
     return _line("transformers", "serve", model, *_settings(recipe, "--chat-template-kwargs"))
-
-
-def _base(recipe: Recipe) -> list[str]:
-    return [recipe.model.path, *(["--revision", recipe.model.revision] if recipe.model.revision else [])]
-
-
-def _adapters(recipe: Recipe) -> list[str]:
-    rank = next(each for each in VLLM_RANKS if each >= recipe.method.published_rank)
-    return ["--enable-lora", "--max-lora-rank", str(rank)]
 
 
 def _line(*words: str) -> str:

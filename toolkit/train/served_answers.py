@@ -23,10 +23,10 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit.distributed.engines import Dtypes
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
+from toolkit.distributed.vllm_lines import answers_line
 from toolkit.files import write_json
 from toolkit.models.adapters import of_twice_the_rank, on_whole_base
 from toolkit.recipe import Recipe
-from toolkit.report.serving import answers_line
 from toolkit.train.snapshots import take
 from toolkit.train.vllm_server import Given, NoAnswer, Server
 from toolkit.train.watchdog import beat
