@@ -88,28 +88,21 @@ def asked(place: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (place / "requests.txt").read_text(encoding="utf-8").splitlines()]
 
 
-def refused(capfd: Any, *overrides: str) -> str:
+def refused(capfd: Any, *overrides: str, name: str = "refused") -> str:
     """What is said where a run ends before its first step."""
     capfd.readouterr()
-    assert main(["recipe=small", "output.name=refused", "checkpoint.resume=never", *overrides]) != 0
+    assert main(["recipe=small", f"output.name={name}", "checkpoint.resume=never", *overrides]) != 0
     return " ".join(capfd.readouterr().err.split())
 
 
 def test_a_server_answers_by_the_weights_of_each_step(place: Path, ranks: Ranks) -> None:
     """Adapters, PiSSA's that are published with twice the rank, and all weights; also several steps on the answers,
-    other temperatures, RLOO; and however prompts fall into micro-batches."""
+    another temperature, and RLOO."""
     colder = ["rollout.temperature=0.7", "evaluation.at_start=false"]
     ways = {
-        "lora": [*LORA, "evaluation.every_steps=2", "schedule.max_steps=6"],
-        "small-batches": [*LORA, "evaluation.every_steps=2", "schedule.max_steps=6", "batch.micro_batch_size=1"],
-        "pissa": [
-            *LORA,
-            "method.init_lora_weights=pissa",
-            "rollout.temperature=0.7",
-            "objective=rloo",
-            "policy.beta=0",
-        ],
-        "full": ["policy.num_iterations=2", "schedule.max_steps=4", "rollout.temperature=0.7"],
+        "lora": [*LORA, "evaluation.every_steps=2"],
+        "pissa": [*LORA, "method.init_lora_weights=pissa", *colder, "objective=rloo", "policy.beta=0", "max_steps=2"],
+        "full": [*colder, "policy.num_iterations=2"],
     }
     found = {}
     with answering(ranks, place) as address:
@@ -123,12 +116,11 @@ def test_a_server_answers_by_the_weights_of_each_step(place: Path, ranks: Ranks)
         requests = asked(place)
     loads = [each["lora_name"] for each in requests if each["path"] == "/v1/load_lora_adapter"]
     # Of each run the probe, and one for each rollout and evaluation: before the first step, after 2, and at the end.
-    assert len(loads) == len({*loads}) == 2 * (1 + 3 + 3) + (1 + 3 + 1)
+    assert len(loads) == len({*loads}) == (1 + 3 + 3) + (1 + 2 + 1)
     assert sum(each["path"] == "/collective_rpc" and "method" in each for each in requests) == 2 + 1
     rewards = [row["eval_reward"] for row in metrics(found["lora"]) if "eval_reward" in row]
     assert len({*rewards}) > 1, "it was asked with the same weights"
-    assert losses(found["lora"]) == pytest.approx(losses(found["small-batches"]), rel=1e-6, abs=1e-6)
-    first, second, third, _ = steps_of(found["full"])
+    first, second, third = steps_of(found["full"])
     assert first["reward"] == second["reward"] != third["reward"] and second["clipped"] > 0 == third["clipped"]
     about = json.loads((found["lora"] / "manifest.json").read_text())["server"]
     assert about == {"address": address, "vllm": VERSION, "model": "llama"}
@@ -179,7 +171,7 @@ def test_answers_of_another_model_are_weighed_and_those_of_a_stranger_end_the_ru
     place: Path, ranks: Ranks, capfd: Any
 ) -> None:
     """The server has weights that are a little, or far, from those in training."""
-    tiny_model("meta-llama/Llama-3.2-1B", place / "other", seed=1, kv_heads=2)
+    _sure_of_itself(place)
     with answering(ranks, place) as address:
         trainer = set_up(f"rollout.server={address}", "policy.server_cap=1.1").trainer
         kept = trainer._rollouts([[3, 7]], 0)[0]
@@ -191,31 +183,29 @@ def test_answers_of_another_model_are_weighed_and_those_of_a_stranger_end_the_ru
         assert 1e-3 < told["server_difference"] < 0.5 and 0 < told["server_capped"] < 1
         assert told["server_weight"] < 1.1
     with answering(ranks, place, "--model", "other") as address:
-        said = refused(capfd, *LORA, f"rollout.server={address}", "optimizer.learning_rate=0", "model.path=llama")
+        said = refused(capfd, *LORA, f"rollout.server={address}", "schedule.max_steps=1")
     assert "drew its answers by another model than the one in training" in said, said
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_run_whose_server_dies_goes_on(times: int, place: Path, ranks: Ranks, capfd: Any) -> None:
+def test_a_run_whose_server_dies_goes_on(place: Path, ranks: Ranks, capfd: Any) -> None:
     """Also between two steps on the same answers, which a checkpoint holds."""
-    common = [*LORA, f"policy.num_iterations={times}", "schedule.max_steps=4", "checkpoint.save_steps=1"]
-    common += ["evaluation.at_start=false", "checkpoint.save_total_limit=9"]
+    common = [*LORA, "policy.num_iterations=2", "max_steps=3", "checkpoint.save_steps=1", "checkpoint.rehearse=false"]
+    common += ["data.eval_split=null", "checkpoint.save_total_limit=9", "output.name=dies"]
     with answering(ranks, place) as address:
-        wanted = run(f"straight-{times}", *common, f"rollout.server={address}")
+        wanted = run("straight", *common[:-1], f"rollout.server={address}")
     # Three questions are asked before training, and four prompts are answered in a rollout: the next one fails.
-    name = f"dies-{times}"
-    with answering(ranks, place, "--dies-after", str(3 + 4 * (3 if times == 1 else 1))) as address:
+    with answering(ranks, place, "--dies-after", str(3 + 4)) as address:
         capfd.readouterr()
-        assert main(["recipe=small", *common, f"output.name={name}", f"rollout.server={address}"]) != 0
+        assert main(["recipe=small", *common, f"rollout.server={address}"]) != 0
         said = " ".join(capfd.readouterr().err.split())
-        assert f"the vLLM server at {address} does not answer" in said and "goes on from the newest checkpoint" in said
-    kept = place / "runs" / name / "checkpoints"
-    assert (kept / "checkpoint-1" / FILE).is_file() == (times == 2)
+    assert f"the vLLM server at {address} does not answer" in said and "goes on from the newest checkpoint" in said
+    kept = place / "runs" / "dies" / "checkpoints"
+    shutil.rmtree(kept / "checkpoint-2")
+    assert (kept / "checkpoint-1" / FILE).is_file()
     with answering(ranks, place) as address:
-        found = run(name, *common, f"rollout.server={address}")
-    assert losses(found) == losses(wanted) and [row["tokens"] for row in steps_of(found)] == [
-        row["tokens"] for row in steps_of(wanted)
-    ]
+        found = run("dies", *common, f"rollout.server={address}")
+    assert losses(found) == losses(wanted)
+    assert [row["tokens"] for row in steps_of(found)] == [row["tokens"] for row in steps_of(wanted)]
 
 
 def test_no_server_is_an_error_that_says_how_it_is_started(place: Path, capfd: Any) -> None:
@@ -223,10 +213,10 @@ def test_no_server_is_an_error_that_says_how_it_is_started(place: Path, capfd: A
         probe.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{probe.getsockname()[1]}"
     line = "vllm serve llama --enable-lora --max-lora-rank 8 --dtype float32 --max-model-len 64 --logprobs-mode"
-    said = refused(capfd, *LORA, f"rollout.server={address}")
+    said = refused(capfd, *LORA, f"rollout.server={address}", name="alone")
     assert f"the vLLM server at {address} does not answer" in said
     assert f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True {line} processed_logprobs" in said
-    assert not (place / "runs" / "refused" / "metrics.jsonl").exists()
+    assert not (place / "runs" / "alone" / "metrics.jsonl").exists()
     said = refused(capfd, f"rollout.server={address}")
     assert "VLLM_SERVER_DEV_MODE=1 vllm serve llama --dtype float32" in said
 
@@ -253,6 +243,16 @@ def test_a_server_that_will_not_do_is_told_apart(
     with answering(ranks, place, *flags) as address:
         said = refused(capfd, *overrides, f"rollout.server={address}")
     assert wanted in said and "vllm serve llama" in said, said
+
+
+def _sure_of_itself(place: Path) -> None:
+    """A model that is far from uniform, unlike other random ones."""
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(place / "llama", place / "other")
+    model = AutoModelForCausalLM.from_pretrained(place / "llama")
+    model.get_output_embeddings().weight.data.mul_(10)
+    model.save_pretrained(place / "other")
 
 
 def _with_fewer_tokens(place: Path) -> None:
