@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", default="llama")
     parser.add_argument("--longest", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--without", action="append", default=[], help="lora, updates, development, sight")
+    parser.add_argument("--without", action="append", default=[], help="lora, updates, development, sight, tokens")
     parser.add_argument("--raw", action="store_true", help="log-probabilities before temperature and top-p")
     parser.add_argument("--dies-after", type=int, help="so many completions")
     settings = parser.parse_args(arguments)
@@ -97,7 +97,7 @@ class _Model:
     def post(self, path: str, content: dict[str, Any]) -> Any:
         if path == "/tokenize":
             ids = self.tokenizer(content["prompt"], add_special_tokens=content["add_special_tokens"])["input_ids"]
-            return {"tokens": ids}
+            return {"tokens": ids[::-1] if "tokens" in self.settings.without else ids}
         if path == "/v1/completions":
             return self.complete(content)
         if path == "/v1/load_lora_adapter" and "updates" not in self.settings.without:

@@ -31,8 +31,10 @@ from tiny import tiny_model
 
 from toolkit.cli.main import main as toolkit
 from toolkit.recipe import model_configs
+from toolkit.recipe.rules import load_checked
 from toolkit.train.main import main
 from toolkit.train.policy import FILE, OF_SERVER
+from toolkit.train.run_folder import recipe_hash
 from toolkit.train.served_answers import FOLDER, seed_of
 
 RECIPE = """
@@ -230,6 +232,7 @@ def test_no_server_is_an_error_that_says_how_it_is_started(place: Path, capfd: A
         (["--without", "updates"], LORA, "loads no adapters while it runs"),
         (["--without", "sight"], LORA, "output.dir must be a folder that it shares"),
         (["--without", "development"], [], "takes no new weights"),
+        (["--without", "tokens"], LORA, "serves llama, whose tokens are others than those of llama"),
         (["--raw"], [*LORA, "rollout.temperature=0.5"], "as they are before rollout.temperature"),
         (["--model", "short"], LORA, "does not answer what ends with the last token of llama"),
     ],
@@ -262,6 +265,22 @@ def _with_fewer_tokens(place: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(place / "llama")
     model.resize_token_embeddings(model.config.vocab_size - 1)
     model.save_pretrained(place / "short")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["node:8000", "ftp://node", "http://", "http://node:x", "http://node:70000", "http://node/v1", "http://a@b"],
+)
+def test_an_address_that_is_none_is_a_problem(address: str, capfd: Any) -> None:
+    assert "is no address of a server such as http://localhost:8000" in refused(capfd, f"rollout.server={address}")
+
+
+def test_a_run_may_go_on_with_a_server_elsewhere_but_not_without_one() -> None:
+    here, there, without = (
+        recipe_hash(load_checked("small", overrides).recipe)
+        for overrides in (["rollout.server=http://a:8000"], ["rollout.server=https://b/"], [])
+    )
+    assert here == there != without
 
 
 def test_a_plan_without_what_a_server_does(capsys: Any) -> None:

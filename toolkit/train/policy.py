@@ -43,7 +43,7 @@ OF_SERVER = ("server_difference", "server_weight", "server_capped")
 """Of tokens that a server drew, on average: by how many nats its log-probability differs from that of the model before
 the step, what it counts, and whether that is the most that it may."""
 APART = 0.5
-"""Nats per token. Between kernels and types of the same model there is a tenth of it, between two models several."""
+"""Nats per token. Kernels that round to bf16 are some hundredths apart, two models several."""
 _Answers = tuple[int, list[list[int]], list[list[float]] | None]
 """The row of a prompt, the tokens of its answers and, of a server's, their log-probabilities."""
 
