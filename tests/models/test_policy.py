@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.models.policy import advantages, divisor, policy_losses
+from toolkit.models.policy import advantages, divisor, policy_losses, server_weights
 from toolkit.recipe.reinforcement import Policy
 
 REWARDS = [[1.0, 0.0, 2.0, 0.5], [0.25, 0.25, 0.25, 0.25]]
@@ -84,6 +84,35 @@ def test_losses_of_rloo_are_of_whole_answers() -> None:
         wanted.append(-min(ratio * gain, min(max(ratio, 0.8), 1.2) * gain))
         clipped += len(new) * ((ratio < 0.8 and gain < 0) or (ratio > 1.2 and gain > 0))
     assert found.losses.tolist() == pytest.approx(wanted) and found.clipped == clipped
+
+
+@pytest.mark.parametrize("objective", ["grpo", "rloo"])
+def test_tokens_that_a_server_drew_are_weighed(objective: str) -> None:
+    """By how much likelier they, or with RLOO their answers, were to the policy; and the divergence is not."""
+    settings = Policy(server_cap=1.5, beta=0.3)
+    now, before, served, reference = (drawn(seed) for seed in (1, 2, 4, 3))
+    weights = server_weights(objective, settings, before, served, COUNTS)
+    wanted: list[list[float]] = []
+    for old, given in zip(by_answer(before), by_answer(served), strict=True):
+        apart = [one - other for one, other in zip(old, given, strict=True)]
+        apart = [sum(apart)] * len(apart) if objective == "rloo" else apart
+        wanted.append([min(math.exp(each), 1.5) for each in apart])
+    assert [each for part in wanted for each in part] == pytest.approx(weights.tolist())
+    assert min(weights) < 1.5 == max(weights)
+    gains = torch.tensor(GAINS, dtype=torch.float64)
+
+    def found(known: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
+        return policy_losses(objective, settings, now, before, known, gains, COUNTS, given).losses
+
+    if objective == "rloo":
+        of_answers = torch.tensor([part[0] for part in wanted], dtype=torch.float64)
+        assert found(None, weights).tolist() == pytest.approx((found(None, None) * of_answers).tolist())
+        return
+    of_tokens = gains.repeat_interleave(torch.tensor(COUNTS))
+    alone = policy_losses("grpo", settings, now, before, None, of_tokens, [1] * sum(COUNTS)).losses
+    weighed = torch.stack([part.sum() for part in (alone * weights).split(COUNTS)])
+    divergence = found(reference, None) - found(None, None)
+    assert found(reference, weights).tolist() == pytest.approx((weighed + divergence).tolist())
 
 
 def test_the_gradient_of_a_first_step_is_that_of_the_weighed_likelihood() -> None:

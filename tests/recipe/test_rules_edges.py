@@ -29,6 +29,16 @@ PARTS, PIPED = "parallel.tensor=2 ", "parallel.pipeline=2 "
 EXPERTS = "parallel.expert=2 "
 SHARED, GATHERED = "parallel.sequence=2 ", "parallel.context=2 "
 NOISE = "extra.training_arguments='{neftune_noise_alpha: 5}' "
+GRPO, SERVER = "objective=grpo rewards.numeric=true ", "rollout.server=http://localhost:8000 "
+SERVED = GRPO + SERVER
+NOT_SERVED = {
+    "batch": "rollout.batch_size=4",
+    "quantized": "method.quantization=nf4",
+    "new-tokens": "model.new_tokens=[a]",
+    "dora": "method.use_dora=true",
+    "modules": "method.modules_to_save=[lm_head]",
+    "parameters": "method.target_parameters=[w]",
+}
 LOCAL = each("model.path", "builtin:x x.gguf .")
 
 # Rule, what all its recipes have, what breaks it beside that, and what does not.
@@ -455,6 +465,14 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         ["schedule.args='{num_decay_steps: 7}'"],
     ),
     ("decay-too-long", "schedule.args='{num_decay_steps: 8}' " + STABLE, [], ["", "schedule.warmup_steps=3"]),
+    ("served-rank", SERVED + LORA, ["method.r=513", "method.rank_pattern='{q_proj: 513}'"], ["method.r=512", ""]),
+    ("served-rank", SERVED + LORA + "method.init_lora_weights=pissa ", ["method.r=257"], ["method.r=256"]),
+    ("served-rank", SERVED + FULL, [], ["method.r=513"]),
+    ("served-extra", SERVED + LORA, ["extra.lora='{bias: all}'"], ["extra.lora='{exclude_modules: [lm_head]}'", ""]),
+    ("served-gguf", SERVED, ["model.path=m.gguf", "model.path=builtin:x", "model.gguf_file=m.gguf"], ["", LORA]),
+    *((f"served-{rule}", SERVED + LORA, [broken], [""]) for rule, broken in NOT_SERVED.items()),
+    *((f"served-{rule}", GRPO + LORA, [], [broken]) for rule, broken in NOT_SERVED.items()),
+    ("policy-no-server", GRPO, ["policy.server_cap=2.0"], ["", SERVER + "policy.server_cap=2.0", "policy.beta=0.1"]),
 ]
 
 

@@ -22,6 +22,7 @@ SELECTIVE = ["activation_checkpointing.mode=selective"]
 DDP = ["strategy.name=ddp"]
 DPO = ["objective=dpo"]
 GRPO = ["objective=grpo", "rewards.numeric=true"]
+SERVED = [*GRPO, "model=a/b", "rollout.server=http://localhost:8000"]
 RLOO = ["objective=rloo", "rewards.numeric=true", "policy.beta=0"]
 OWN = "rewards.file=own.py"
 DISTILLS = "objective=distillation"
@@ -642,6 +643,24 @@ CASES = [
     ("policy-reference", [*GRPO, "policy.beta=0.1"], [LORA]),
     ("policy-reference", ["objective=rloo", "rewards.format=true"], ["policy.beta=0"]),
     ("policy-reference", [*GRPO, LORA, TOKENS, "policy.beta=0.1"], ["policy.beta=0"]),
+    ("policy-no-server", [*GRPO, "policy.server_cap=2"], ["~policy.server_cap"]),
+    ("policy-no-server", [*GRPO, "policy.server_cap=2", "model=a/b"], ["rollout.server=http://localhost:8000"]),
+    *(
+        (rule, [*SERVED, *broken], [*fix])
+        for rule, broken, change in (
+            ("served-batch", ["rollout.batch_size=4"], ["~rollout.batch_size"]),
+            ("served-quantized", [LORA, "method.quantization=nf4"], ["method.quantization=none"]),
+            ("served-new-tokens", [LORA, TOKENS], ["model.new_tokens=[]"]),
+            ("served-dora", [LORA, "method.use_dora=true"], ["method.use_dora=false"]),
+            ("served-modules", [LORA, "method.modules_to_save=[lm_head]"], ["~method.modules_to_save"]),
+            ("served-parameters", [LORA, PARAMETERS], ["~method.target_parameters"]),
+            ("served-rank", [LORA, "method.r=513"], ["method.r=256"]),
+            ("served-extra", [LORA, "extra.lora={bias: all}"], ["~extra.lora"]),
+        )
+        for fix in (change, ["~rollout.server"])
+    ),
+    ("served-gguf", [*SERVED, "model=m.gguf"], ["model.path=a/b"]),
+    ("served-gguf", [*SERVED, "model=m.gguf"], ["~rollout.server"]),
     ("reinforcement-over-long", [*GRPO, "data.over_long=truncate"], ["data.over_long=drop"]),
     ("reinforcement-streaming", [*GRPO, *STREAM], ["data.streaming=false"]),
     ("reinforcement-eva", [*GRPO, LORA, "method.init_lora_weights=eva"], ["method.init_lora_weights=default"]),

@@ -41,6 +41,8 @@ def reward(completions, prompts, level, **columns):
 NOT_A_NUMBER = "def wrong(completions, prompts, **columns):\n    return [float('nan')] * len(completions)\n"
 ROWS = [{"prompt": f"{n}: " + "word " * (1 + n % 3), "answer": str(n), "level": n} for n in range(30)]
 LORA = ["method.name=lora", "optimizer.learning_rate=1e-2"]
+SERVED = ["policy.loss=dapo"]
+"""Tokens were drawn by a server, whose log-probabilities are others."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,6 +119,8 @@ def trl_loss(kind: str, inputs: dict[str, Any], folder: Path, **settings: Any) -
     moved(trainer.model, 1)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
+    # As if vLLM had drawn the answers, which is not installed here.
+    trainer.use_vllm = "importance_sampling_ratio" in inputs
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     return loss.item(), {name: each.grad for name, each in trainer.model.named_parameters() if each.grad is not None}
@@ -134,8 +138,9 @@ def trl_loss(kind: str, inputs: dict[str, Any], folder: Path, **settings: Any) -
             {"loss_type": "grpo", "importance_sampling_level": "sequence", "temperature": 0.7},
         ),
         ("rloo", ["policy.beta=0"], {"beta": 0.0}),
+        ("grpo", SERVED, {"loss_type": "dapo", "vllm_importance_sampling_mode": "token_truncate"}),
     ],
-    ids=["grpo", "dapo", "dr_grpo", "gspo", "rloo"],
+    ids=["grpo", "dapo", "dr_grpo", "gspo", "rloo", "served"],
 )
 def test_loss_and_gradients_are_trls(
     objective: str, overrides: list[str], settings: dict[str, Any], tmp_path: Path
@@ -146,6 +151,12 @@ def test_loss_and_gradients_are_trls(
     inputs = trainer._laid_out(batch)
     trainer.score(trainer.model.train(), inputs)  # Notes what the policy that answered says.
     before = [torch.tensor(ids, dtype=torch.float32) for each in batch for ids in each.before]
+    served = None
+    if overrides is SERVED:
+        served = [ids + torch.randn(len(ids), generator=torch.Generator().manual_seed(len(ids))) for ids in before]
+        drawn = iter(served)
+        for each in batch:
+            each.served = [next(drawn).tolist() for _ in each.answers]
     moved(trainer.model, 1)
     trainer._seen = None
     total, _, _ = trainer.score(trainer.model.train(), inputs)
@@ -169,6 +180,11 @@ def test_loss_and_gradients_are_trls(
         "advantages": gains, "num_items_in_batch": given_mask.sum(),
         "old_per_token_logps": padded(before, "right")[0], "old_logps": torch.stack([each.sum() for each in before]),
     }  # fmt: skip
+    if served:
+        # As TRL does for `token_truncate`, beyond what `_compute_loss` does.
+        ratio = (known["old_per_token_logps"] - padded(served, "right")[0]).exp()
+        known["importance_sampling_ratio"] = ratio.clamp(max=3.0)
+        assert (ratio > 3.0).any()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wanted, gradients = trl_loss(objective, known, tmp_path, epsilon=0.02, **settings)

@@ -50,6 +50,8 @@ ELSEWHERE = {
     "models/teacher": "train/test_distillation",
     "report/teacher": "train/test_distillation",
     "train/rollouts": "train/test_policy",
+    "train/vllm_server": "train/test_served_answers",
+    "distributed/vllm_lines": "train/test_served_answers",
     "planner/generation": "train/test_policy",
     "report/rewards": "train/test_policy",
     "train/reference": "train/test_preference",

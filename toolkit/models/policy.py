@@ -46,6 +46,30 @@ def advantages(
     return beyond / (rewards.std(axis=1, ddof=1, keepdims=True) + _SPREAD)
 
 
+def server_weights(
+    objective: str, settings: Policy, before: torch.Tensor, served: torch.Tensor, counts: list[int]
+) -> torch.Tensor:
+    """What tokens that a server drew count in a loss of what the model in training makes of them.
+
+    Importance weights of tokens, cut at `server_cap` (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training"; `token_truncate` in TRL); of RLOO, whose losses are of whole answers, those of answers.
+
+    Args:
+        before: (T,) log-probabilities of the tokens of all answers by the model that is trained, before the first step
+            on them; without gradient.
+        served: (T,) the same as the server drew them.
+
+    Returns:
+        (T,) weights, of RLOO the same one for all tokens of an answer.
+    """
+    apart = before - served
+    if objective == "rloo":
+        sizes = torch.tensor(counts, device=apart.device)
+        apart = torch.stack([part.sum() for part in apart.split(counts)])
+        apart = apart.repeat_interleave(sizes, output_size=len(before))
+    return apart.exp().clamp(max=settings.server_cap)
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """What answers (A) come to, and what there is to say of it.
@@ -82,6 +106,7 @@ def policy_losses(
     reference: torch.Tensor | None,
     gains: torch.Tensor,
     counts: list[int],
+    weights: torch.Tensor | None = None,
 ) -> PolicyLoss:
     """Losses of answers.
 
@@ -96,6 +121,7 @@ def policy_losses(
         reference: (T,) the same by the reference, where GRPO counts the divergence from it.
         gains: (A,) advantages.
         counts: Tokens of each of the answers, at least one.
+        weights: (T,) what the tokens count, where another than the policy drew them, see `server_weights`.
     """
     low, high = settings.bounds
     sizes = torch.tensor(counts, device=log_probs.device)
@@ -115,6 +141,8 @@ def policy_losses(
     ratios = log_ratios.exp()
     losses = -torch.minimum(ratios * gained, ratios.clamp(low, high) * gained)
     clipped = ((ratios < low) & (gained < 0)) | ((ratios > high) & (gained > 0))
+    if weights is not None:
+        losses = losses * (weights[sizes.cumsum(0) - 1] if objective == "rloo" else weights)
     if objective == "rloo":
         return PolicyLoss(losses, (clipped * sizes).sum(), losses.new_zeros(()))
     divergence = losses.new_zeros(())

@@ -22,6 +22,11 @@ SCORES = 24
 temperature, probabilities and what is left of them in fp32, cumulated ones in fp64 (`train.rollouts.Drawn`)."""
 
 
+def generates(recipe: Recipe) -> bool:
+    """Whether the processes that train generate answers, and not a server."""
+    return recipe.reinforces and recipe.rollout.server is None
+
+
 def sequences(recipe: Recipe, layout: BatchLayout) -> int:
     """Answers that a process generates at once."""
     of_step = layout.in_sequences.micro_batch_size * layout.gradient_accumulation_steps

@@ -181,8 +181,9 @@ class Work(Figures):
     """Seconds of an optimizer step in which a device waits for a pipeline to fill and to run empty."""
     step_seconds: Range
     """Seconds of one optimizer step."""
-    generation_seconds: float = 0.0
-    """Seconds of an optimizer step in which answers are generated, where the model learns from its own."""
+    generation_seconds: float | None = 0.0
+    """Seconds of an optimizer step in which answers are generated, where the model learns from its own; None where a
+    server generates them, whose time is not known and is in no figure."""
     compile_seconds: float = 0.0
     """Seconds that compiling the layers takes, once; 0 where they run as they are."""
     saves: int = 0

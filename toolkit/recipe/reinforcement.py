@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -15,6 +16,8 @@ REINFORCED = ("grpo", "rloo")
 """Objectives that learn from rewards of answers that the model itself gives."""
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "he", "hi", "it", "ja", "ko", "nl", "pt", "ru", "th", "zh")
 """Languages that the reward `language` tells, by ISO 639-1."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Of adapters that vLLM makes room for: `MaxLoRARanks` in vllm/config/lora.py."""
 BETA = {"rloo": 0.05}
 """Defaults of `policy.beta` by objective, TRL's; of others 0."""
 
@@ -28,6 +31,18 @@ def _pattern(text: str) -> str:
     except re.error as error:
         raise PydanticCustomError("pattern", f"is no regular expression: {error}") from None
     return text
+
+
+def _address(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "@" not in parts.netloc
+        beyond = parts.path.strip("/") or parts.query or parts.fragment
+    except ValueError:
+        whole, beyond = False, ""
+    if not whole or beyond:
+        raise PydanticCustomError("address", "is no address of a server such as http://localhost:8000")
+    return text.rstrip("/")
 
 
 def _on(value: Any) -> Any:
@@ -165,6 +180,9 @@ class Rollout(Section):
     """A system message for every prompt that has none, e.g. one that asks for a format."""
     batch_size: Tokens | None = None
     """Answers that a process generates at once; by default all of its step. Fewer need less memory and more time."""
+    server: Annotated[str, AfterValidator(_address)] | None = None
+    """Address of a vLLM server that generates the answers, e.g. `http://localhost:8000`, on devices of its own. Without
+    one the processes that train generate them, with Transformers."""
 
 
 class Policy(Section):
@@ -188,6 +206,9 @@ class Policy(Section):
     """The same upwards, if it differs, as in DAPO (0.28)."""
     num_iterations: Tokens = 1
     """Optimizer steps taken on the answers of one rollout."""
+    server_cap: Annotated[float, Field(gt=0)] = 3.0
+    """The most that a token of a server's answer counts: the loss of each, or with `rloo` of each answer, is weighed by
+    how much likelier it is to the model in training than it was to `rollout.server`, up to this."""
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -108,6 +108,11 @@ class Method(Section):
     """Parameters that full fine-tuning leaves as they are, by patterns of their names, e.g.
     `[model.embed_tokens.*]`."""
 
+    @property
+    def published_rank(self) -> int:
+        """The largest rank of the adapter as it is published: what takes a part out of the base has twice of it."""
+        return max(self.r, *self.rank_pattern.values(), 0) * (2 if self.init_lora_weights in MOVES_BASE else 1)
+
 
 class Strategy(Section):
     """How training is spread over devices, and what is kept off them."""

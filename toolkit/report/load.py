@@ -134,6 +134,8 @@ class Manifest(Partial):
     """What the recipe passes to the libraries by their own names, by dotted key."""
     started_from: list[str] = []
     """Adapters that this run goes on from, the first stage's first."""
+    server: dict[str, str] = {}
+    """Which one generated the answers, where one did: `address`, its version of `vllm`, and its `model`."""
     hashes: dict[str, str] = {}
     """Of recipe, data and model."""
     batch: BatchLayout | None = None

@@ -12,13 +12,12 @@ import shlex
 from pathlib import Path
 
 from toolkit.common import concealed
+from toolkit.distributed.vllm_lines import adapters, base
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.heads import REWARD
-from toolkit.recipe.sections import MOVES_BASE
+from toolkit.recipe.reinforcement import VLLM_RANKS
 from toolkit.report.load import read_run
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""That vLLM takes for an adapter: `MaxLoRARanks` in vllm/config/lora.py."""
 _TELLS_WORDS = (
     *("bert", "modernbert", "roberta", "xlm-roberta"),
     *("gemma", "gemma2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"),
@@ -132,7 +131,7 @@ def on_base(recipe: Recipe) -> bool:
     method, model = recipe.method, recipe.model
     gguf = model.gguf_file or model.path.endswith(".gguf") or model.path.startswith("builtin:")
     beyond = method.use_dora or method.modules_to_save or method.target_parameters or model.new_tokens
-    largest = _rank(recipe) <= _RANKS[-1]
+    largest = method.published_rank <= VLLM_RANKS[-1]
     return method.name == "lora" and method.quantization == "none" and largest and not (gguf or beyond)
 
 
@@ -147,9 +146,7 @@ def vllm_line(recipe: Recipe, model: str, name: str, merged: bool = False) -> st
     if recipe.method.name == "full" or merged:
         words += [model, "--served-model-name", name]
     else:
-        rank = next(each for each in _RANKS if each >= _rank(recipe))
-        words += [recipe.model.path, *(["--revision", recipe.model.revision] if recipe.model.revision else [])]
-        words += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{name}={model}"]
+        words += [*base(recipe), *adapters(recipe), "--lora-modules", f"{name}={model}"]
         # With an adapter vLLM takes the base's template; the folder has the one that was trained with.
         if recipe.model.chat_template:
             words += ["--chat-template", str(Path(model) / "chat_template.jinja")]
@@ -170,9 +167,3 @@ def _settings(recipe: Recipe, of_template: str) -> list[str]:
     kwargs = recipe.data.chat_template_kwargs
     trusted = ["--trust-remote-code"] if recipe.model.trust_remote_code else []
     return [*([of_template, json.dumps(kwargs)] if kwargs else []), *trusted]
-
-
-def _rank(recipe: Recipe) -> int:
-    """The largest rank of the adapter as it is published: what takes a part out of the base has twice of it."""
-    method = recipe.method
-    return max(method.r, *method.rank_pattern.values(), 0) * (2 if method.init_lora_weights in MOVES_BASE else 1)

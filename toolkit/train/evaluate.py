@@ -35,6 +35,9 @@ def evaluate(session: Session) -> dict[str, float]:
     layout = session.layout
     # Held-out prompts are answered once each, a micro-batch of them as often as there are answers to one.
     size = layout.in_sequences.micro_batch_size if session.recipe.reinforces else layout.micro_batch_size
+    if session.recipe.rollout.server:
+        # A server divides what it is asked by itself.
+        size = math.ceil(len(trainer.eval_dataset) / session.world.world_size)
     batch_size = settings.batch_size or size
     metrics = held_out_loss(trainer, batch_size, session.progress.evaluating)
     if settings.generation_metrics:

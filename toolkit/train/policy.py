@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,27 @@ from toolkit.data.collate import PromptCollator
 from toolkit.files import write_atomically
 from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_adapters
-from toolkit.models.policy import advantages, divisor, policy_losses
+from toolkit.models.policy import advantages, divisor, policy_losses, server_weights
 from toolkit.recipe.reinforcement import Policy
 from toolkit.report.rewards import MARGIN
 from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import AnswerTrainer
 from toolkit.train.rollouts import Asker, Rollout, uniform
 from toolkit.train.scoring import Z
+from toolkit.train.served_answers import ServedAnswers, seed_of
 from toolkit.train.watchdog import beat
 
 ANSWERS = "answers.jsonl"
 """In the run folder, of each step that is logged: a prompt, its answers and their scores."""
 FILE = "rollouts.json"
 """In a checkpoint between two steps on the same answers: these answers, of all processes."""
+OF_SERVER = ("server_difference", "server_weight", "server_capped")
+"""Of tokens that a server drew, on average: by how many nats its log-probability differs from that of the model before
+the step, what it counts, and whether that is the most that it may."""
+APART = 0.5
+"""Nats per token. Kernels that round to bf16 are some hundredths apart, two models several."""
+_Answers = tuple[int, list[list[int]], list[list[float]] | None]
+"""The row of a prompt, the tokens of its answers and, of a server's, their log-probabilities."""
 
 
 class PolicyTrainer(AnswerTrainer):
@@ -52,7 +60,11 @@ class PolicyTrainer(AnswerTrainer):
     """The checkpoint that the run goes on from."""
     folder: Path | None = None
     """The run's, on the process that writes it."""
+    served: ServedAnswers | None = None
+    """The server that generates the answers, if it is not this process."""
     _computed: int = 0
+    _fresh: bool = False
+    """Whether nothing has been learnt from a server's newest answers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,7 +100,7 @@ class PolicyTrainer(AnswerTrainer):
     @property
     def said(self) -> tuple[str, ...]:  # type: ignore[override]
         """See `_note` and `told`."""
-        return (*self._told, "clipped", "kl")
+        return (*self._told, "clipped", "kl", *OF_SERVER)
 
     def take_tokens(self) -> int:
         """Tokens of prompts and answers that were trained on since this was last asked, of all processes."""
@@ -115,10 +127,39 @@ class PolicyTrainer(AnswerTrainer):
             parts = iter(before.split(counts))
             for each in kept:
                 each.before = [next(parts).tolist() for _ in each.answers]
-        found = policy_losses(self.objective, self.settings, log_probs, before, inputs.get("reference"), gains, counts)
+        weights, apart = self._weights(kept, before, counts)
+        found = policy_losses(
+            self.objective, self.settings, log_probs, before, inputs.get("reference"), gains, counts, weights
+        )
         tokens = torch.tensor(float(sum(counts)), dtype=torch.float64, device=log_probs.device)
-        self.see(torch.stack([tokens, found.clipped.double(), found.divergence]))
+        self.see(torch.stack([tokens, found.clipped.double(), found.divergence, *apart]))
         return found.losses.sum().float(), torch.tensor(float(len(counts)), device=log_probs.device), balance
+
+    def _weights(
+        self, kept: list[Rollout], before: torch.Tensor, counts: list[int]
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """What each token of a server's answers counts, and sums over them for `OF_SERVER`; nothing without a server.
+
+        Raises:
+            UserError: If the server has drawn by another model.
+        """
+        if kept[0].served is None:
+            return None, []
+        drawn = [number for each in kept for answer in each.served or () for number in answer]
+        served = torch.tensor(drawn, dtype=torch.float64, device=before.device)
+        weights = server_weights(self.objective, self.settings, before, served, counts)
+        apart = (before - served).abs()
+        if self._fresh:
+            self._fresh = False
+            # What `top_p` leaves out makes what it keeps likelier.
+            if (far := float(apart.mean()) + math.log(self.asker.recipe.rollout.top_p)) > APART:
+                assert self.served is not None, "it has answered"
+                raise self.served.server.error(
+                    "drew its answers by another model than the one in training: their log-probabilities are "
+                    f"{far:.2f} nats per token apart"
+                )
+        capped = (weights >= self.settings.server_cap).double()
+        return weights, [each.sum() for each in (apart, weights, capped)]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Keeps answers of the step, too: what is rewarded is not always what was meant."""
@@ -130,9 +171,10 @@ class PolicyTrainer(AnswerTrainer):
         super().log(logs, *args, **kwargs)
 
     def told(self, sums: list[float]) -> dict[str, float]:
-        """What is said of the answers of a step: see `_note`; and of tokens, the share that was clipped."""
-        tokens, clipped, divergence = sums
+        """What is said of the answers of a step: see `_note`, `OF_SERVER`; and the share of tokens that was clipped."""
+        tokens, clipped, divergence, *of_server = sums
         said = self._told | {"clipped": clipped / tokens}
+        said |= {name: each / tokens for name, each in zip(OF_SERVER, of_server, strict=False)}
         return said | ({"kl": divergence / tokens} if self.settings.beta and self.objective == "grpo" else {})
 
     def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -142,7 +184,11 @@ class PolicyTrainer(AnswerTrainer):
         table = torch.zeros(len(self.eval_dataset), width, dtype=torch.float64)
         rows = inputs["rows"].tolist()
         asked = [self._asked(row) for row in rows]
-        answers = self.asker.answers(self._module, asked, self.args.device)
+        if self.served:
+            self.served.load(self)
+            answers = [given.ids for (given,) in self.served.answers(asked)]
+        else:
+            answers = self.asker.answers(self._module, asked, self.args.device)
         for row, ids, given in zip(rows, asked, answers, strict=True):
             scores = self.asker.scores(ids, [given], *self._known(row))[0]
             table[row - first] = torch.tensor([*scores, len(given), self.asker.is_cut(given)], dtype=torch.float64)
@@ -188,12 +234,35 @@ class PolicyTrainer(AnswerTrainer):
 
     def _rollouts(self, batches: list[list[int]], step: int) -> list[list[Rollout]]:
         """Answers to the prompts of a step, scored; of each micro-batch of this process."""
-        settings = self.asker.recipe.rollout
-        count, rows = settings.num_generations, [row for batch in batches for row in batch]
+        rows = [row for batch in batches for row in batch]
         asked = {row: self._asked(row) for row in rows}
-        seed, longest = self.asker.recipe.seed, settings.max_completion_tokens
-        numbers = np.concatenate([uniform(seed, step, row, count, longest) for row in rows])
-        prompts = [asked[row] for row in rows for _ in range(count)]
+        made = []
+        for row, given, served in self._drawn(asked, step):
+            scores = self.asker.scores(asked[row], given, *self._known(row))
+            made.append(Rollout(row, asked[row], given, scores, served=served))
+        every = iter(made)
+        rolled = [[next(every) for _ in batch] for batch in batches]
+        self._weigh(rolled)
+        return rolled
+
+    def _drawn(self, asked: dict[int, list[int]], step: int) -> Iterator[_Answers]:
+        """Answers to prompts by their rows."""
+        if not self.served:
+            yield from self._generated(asked, step)
+            return
+        self.served.load(self)
+        beat(f"waiting for the answers of step {step + 1}")
+        seeds = [seed_of(self.asker.recipe.seed, step, row) for row in asked]
+        self._fresh = True
+        for row, given in zip(asked, self.served.answers([*asked.values()], seeds), strict=True):
+            yield row, [each.ids for each in given], [each.log_probs for each in given]
+
+    def _generated(self, asked: dict[int, list[int]], step: int) -> Iterator[_Answers]:
+        """The same of the model on this process."""
+        settings = self.asker.recipe.rollout
+        count, seed, longest = settings.num_generations, self.asker.recipe.seed, settings.max_completion_tokens
+        numbers = np.concatenate([uniform(seed, step, row, count, longest) for row in asked])
+        prompts = [ids for ids in asked.values() for _ in range(count)]
         size = settings.batch_size or len(prompts)
         # Where parameters are divided, all processes generate as often; those that have no rows left do for nothing.
         turns = max(gather_object([math.ceil(len(prompts) / size)]))
@@ -205,14 +274,8 @@ class PolicyTrainer(AnswerTrainer):
                 part = slice(first, first + size) if own else slice(1)
                 found = self.asker.answers(self._module, prompts[part], self.args.device, numbers[part])
                 answers += found if own else []
-        made = []
-        for place, row in enumerate(rows):
-            given = answers[place * count : (place + 1) * count]
-            made.append(Rollout(row, asked[row], given, self.asker.scores(asked[row], given, *self._known(row))))
-        every = iter(made)
-        rolled = [[next(every) for _ in batch] for batch in batches]
-        self._weigh(rolled)
-        return rolled
+        for place, row in enumerate(asked):
+            yield row, answers[place * count : (place + 1) * count], None
 
     def _weigh(self, rolled: list[list[Rollout]]) -> None:
         """Gives answers their advantages."""

@@ -36,6 +36,7 @@ class Rollout:
         scores: (answers, rewards).
         gains: (answers,) advantages.
         before: Of each answer, log-probabilities of its tokens by the policy that gave it, where they are kept.
+        served: The same as a server drew them, where one gave the answers.
     """
 
     row: int
@@ -44,6 +45,7 @@ class Rollout:
     scores: Numbers
     gains: Numbers = field(default_factory=lambda: np.zeros(0))
     before: list[list[float]] | None = None
+    served: list[list[float]] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """For a checkpoint."""

@@ -201,6 +201,9 @@ class RunFolder:
 def _with_effect(values: dict[str, Any]) -> dict[str, Any]:
     """Of a recipe's values by dotted key, those that decide the weights."""
     chosen_by = {each for key, others in _CHOOSE.items() if values.get(key) is not None for each in (key, *others)}
+    if "rollout.server" in values:
+        # Where one stands moves nothing; that one draws the answers does.
+        values = {**values, "rollout.server": values["rollout.server"] is not None}
     without = [path for path in values if any(f"{path}.".startswith(f"{key}.") for key in _WITHOUT_EFFECT)]
     return {path: value for path, value in values.items() if path in chosen_by or path not in without}
 

@@ -73,6 +73,7 @@ from toolkit.train.rollouts import Asker
 from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
 from toolkit.train.selection import EarlyStopping, Selection
+from toolkit.train.served_answers import ServedAnswers, connect
 from toolkit.train.session import Session
 from toolkit.train.slow_disk import open_folder
 from toolkit.train.staging import Saves
@@ -131,6 +132,7 @@ def set_up(
     )
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)
+    server, about_server = connect(rendezvous, recipe, tokenizer, folder.path) if recipe.rollout.server else (None, {})
     common = check_vocabulary(source, tokenizer, teaches) if teaches else 0
     prepared = _prepare(source, tokenizer, stops, folder if first else None, progress)
     source = source.labelled(prepared.classes, tokenizer)
@@ -212,6 +214,8 @@ def set_up(
         trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, Scorer(recipe.rewards))
         trainer.resumed = folder.resume_from
         trainer.folder = folder.path if first else None
+        if server:
+            trainer.served = ServedAnswers(server, recipe, stops, folder.path, types, start)
     if teaches:
         trainer.teacher = load_teacher(teaches, backend, kinds, common, arguments.device)
     if layout.sharing > 1:
@@ -258,6 +262,7 @@ def set_up(
             parameters=counts,
             notes=notes,
             started_from=stages(recipe.model.adapter),
+            server=about_server,
             total_steps=length.total_steps,
         )
         hashed = in_background(lambda: folder.update_manifest(hashes=model_hash.result()))

@@ -124,8 +124,13 @@ def _train(
         if recipe.strategy.zero_stage:
             compiled_ops.wait_for_compilers()
         source = ModelSource.open(recipe)
-        with swap_folder(recipe, world, functools.partial(nvme_bytes, loaded, world, source)) as swap:
+        with (
+            swap_folder(recipe, world, functools.partial(nvme_bytes, loaded, world, source)) as swap,
+            contextlib.ExitStack() as ended,
+        ):
             session = set_up(loaded, rendezvous, source, folder, swap, progress, start_up, watchdog, force)
+            if served := getattr(session.trainer, "served", None):
+                ended.callback(served.close)
             callbacks = Callbacks(session)
             resume_from = None if folder.is_trained else folder.resume_from
             for warning in not_changed(resume_from, recipe) if resume_from and world.rank == 0 else ():

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from toolkit.distributed.environment import segments_grow
-from toolkit.planner.generation import SCORES, kept, turns, vocabulary
+from toolkit.planner.generation import SCORES, generates, kept, turns, vocabulary
 from toolkit.planner.memory import teacher
 from toolkit.planner.memory.engine import Engine, Held
 from toolkit.planner.memory.fsdp import Fsdp
@@ -183,9 +183,9 @@ class _RankMemory:
 
     def _generation(self, base: Parts) -> Parts:
         """While answers are generated: what the sequences keep, and the fullest moment of a pass over their prompts;
-        nothing where none are. The reference of such a training is the model itself, and its pass over a micro-batch
-        needs less than the forward pass in training."""
-        if not self.recipe.reinforces:
+        nothing where none are, or a server does. The reference of such a training is the model itself, and its pass
+        over a micro-batch needs less than the forward pass in training."""
+        if not generates(self.recipe):
             return {}
         _, count = turns(self.workload)
         shape = self.engine.shape

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from toolkit.planner.generation import kept, prompt_tokens, turns
+from toolkit.planner.generation import generates, kept, prompt_tokens, turns
 from toolkit.planner.hardware import End, Rate, between
 from toolkit.planner.memory.states import states
 from toolkit.planner.pipeline import bubble
@@ -176,10 +176,11 @@ class Step:
         if self._teacher:
             before = every * self._teacher.evaluation_seconds(load)
         self.generation = 0.0
-        if self._recipe.reinforces:
+        if generates(self._recipe):
             times, count = turns(workload)
             once = times * self.generation_seconds(count, prompt_tokens(workload, load))
             self.generation = once / self._recipe.policy.num_iterations
+        if self._recipe.reinforces:
             # The reference; of RLOO, whose reward it is a part of, the policy, too.
             passes_before = (2 if self._recipe.objective == "rloo" else 1) if self._recipe.policy.beta else 0
             before = passes_before * every * self.evaluation_seconds(load)

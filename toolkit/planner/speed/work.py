@@ -105,7 +105,7 @@ def work(
         offload_seconds=ends["value"].offload,
         bubble_seconds=ends["value"].bubble,
         step_seconds=step,
-        generation_seconds=ends["value"].generation,
+        generation_seconds=None if recipe.rollout.server else ends["value"].generation,
         compile_seconds=compiling["value"],
         saves=_saves(length) if length else 0,
         save_seconds=ends["value"].save_seconds(drives),
@@ -279,6 +279,8 @@ def _total(
         drawn = min(1.0, steps * layout.global_batch_size / counted.rows)
         number, tokens = drawn * counted.rows + counted.eval_rows, drawn * counted.tokens + counted.eval_tokens
         passes.append((1, number, tokens))
+    if recipe.rollout.server:
+        passes = []
     if recipe.reinforces and passes:
         # Each held-out prompt is answered once.
         ((times, number, tokens),) = passes
