@@ -19,6 +19,7 @@ ELSEWHERE = {
     "train/session": "train/test_main",
     "train/snapshots": "train/test_selection",
     "train/setup": "train/test_main",
+    "train/objectives": "train/test_main",
     "train/agreed": "train/test_main",
     "train/startup": "train/test_callbacks",
     "train/train": "train/test_main",

@@ -6,7 +6,6 @@ the process group, and those exist before the model is loaded, because ZeRO-3 an
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Iterable
@@ -32,20 +31,17 @@ from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
-from toolkit.models.head_choice import choose
 from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
-from toolkit.models.output_head import HeadChoice
 from toolkit.models.parts import divide_model, require_plans
 from toolkit.models.pipeline import elsewhere, split_layers
 from toolkit.models.step_casts import StepCasts, keeps_casts
-from toolkit.models.teacher import check_vocabulary, load_teacher, open_teacher, require_fused
+from toolkit.models.teacher import check_vocabulary, load_teacher, open_teacher
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
 from toolkit.recipe.errors import warn
-from toolkit.recipe.heads import EMBEDDING
 from toolkit.recipe.rules import warnings_of_length
 from toolkit.recipe.sections import EVA_ROWS, FP8_SCALING
 from toolkit.report.load import Parameters
@@ -57,15 +53,10 @@ from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.batching import collator, micro_batches, score_parts, share
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.completion import Completion, source_of
-from toolkit.train.distillation import DistillationTrainer
-from toolkit.train.embedding import EmbeddingTrainer
 from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.finite import Finite
-from toolkit.train.heads import ClassTrainer, RewardTrainer, TokenTrainer
-from toolkit.train.judged import JudgedTrainer
+from toolkit.train.objectives import head_of, settings_of, trainer_class, with_numbers
 from toolkit.train.plan_guard import PlanGuard, plan_run
-from toolkit.train.policy import PolicyTrainer
-from toolkit.train.preference import PairTrainer, numbered
 from toolkit.train.profiler import Profiler
 from toolkit.train.reference import Reference
 from toolkit.train.rehearsal import Rehearsal
@@ -79,7 +70,6 @@ from toolkit.train.slow_disk import open_folder
 from toolkit.train.staging import Saves
 from toolkit.train.startup import StartUp
 from toolkit.train.stragglers import Pace
-from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
 from toolkit.train.unpickling import EndOfReading
 from toolkit.train.verify import Verify
 from toolkit.train.watchdog import Watchdog
@@ -121,9 +111,9 @@ def set_up(
     require_plans(source.config, layout.expert)
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
     teaches = open_teacher(recipe)
-    kind: Any = _trainer(recipe)
+    kind: Any = trainer_class(recipe)
     if not recipe.headed:
-        kind = functools.partial(kind, choice=_head(source, first))
+        kind = functools.partial(kind, choice=head_of(source, first))
 
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
     kinds = attention_kernels.available(types.compute)
@@ -193,9 +183,7 @@ def set_up(
 
     # Trainer
     train = prepared.train.divided(world.world_size) if isinstance(prepared.train, Stream) else prepared.train
-    held_out = prepared.eval
-    if (recipe.prefers and not recipe.headed) or recipe.reinforces or recipe.embeds:
-        train, held_out = numbered(train, held_out)
+    train, held_out = with_numbers(recipe, train, prepared.eval)
     trainer: Any = kind(
         model=model,
         args=arguments,
@@ -206,7 +194,7 @@ def set_up(
         processing_class=tokenizer,
     )
     trainer.schedule = recipe.parallel.schedule
-    trainer.objective, trainer.settings = recipe.objective, _settings(recipe)
+    trainer.objective, trainer.settings = recipe.objective, settings_of(recipe)
     trainer.classes = prepared.classes
     if recipe.embeds:
         trainer.embedding, trainer.pooling, trainer.group = recipe.embedding, source.pooling, layout.global_batch_size
@@ -291,28 +279,6 @@ def set_up(
     )
 
 
-def _trainer(recipe: Recipe) -> Any:
-    """The class that trains an objective."""
-    of_heads = {"reward": RewardTrainer, "classification": ClassTrainer, "token_classification": TokenTrainer}
-    of_heads[EMBEDDING] = EmbeddingTrainer
-    if recipe.headed:
-        return of_heads[recipe.objective]
-    if recipe.prefers:
-        return JudgedTrainer if recipe.judges else PairTrainer
-    if recipe.reinforces:
-        return PolicyTrainer
-    if recipe.distills:
-        return DistillationTrainer
-    return EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
-
-
-def _settings(recipe: Recipe) -> Any:
-    """The section that an objective reads."""
-    if recipe.distills:
-        return recipe.distillation
-    return recipe.policy if recipe.reinforces else recipe.preference
-
-
 def _begin(trainer: Any, source: ModelSource, types: Dtypes, train: Any) -> None:
     """Begins adapters by the weights or rows themselves, alike on all processes, before an engine copies them."""
     way, first = source.recipe.method.init_lora_weights, trainer.is_world_process_zero()
@@ -391,26 +357,6 @@ def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: boo
         "set output.dir to another disk, or lower checkpoint.save_total_limit",
     )
     return guard
-
-
-def _head(source: ModelSource, first: bool) -> HeadChoice:
-    """How labels are scored, as far as the architecture tells; the weights are asked before the first step."""
-    choice = choose(source.config, source.recipe.model.trust_remote_code, source.recipe.objective)
-    if first and not choice.fused:
-        _log.warning(
-            "the model's own forward scores the labels, from the logits of %s: the fused output head is not what a %s "
-            "computes (%s)",
-            "trained tokens" if choice.selects else "all tokens",
-            source.config.model_type,
-            choice.reason,
-        )
-    if source.recipe.distills:
-        require_fused(choice, "model.path", source.config.model_type)
-    if first and not choice.balances:
-        _log.warning("this model computes no loss for the balance of its routers, and none is added")
-    if not source.recipe.reinforces:
-        return choice
-    return dataclasses.replace(choice, temperature=source.recipe.rollout.temperature)
 
 
 class Callbacks:
