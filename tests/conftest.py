@@ -33,6 +33,8 @@ os.environ.update(
     WANDB_MODE="offline",
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",
+    # Launched trainings take all cores. Threads that spin while they wait for one another take them from other workers.
+    OMP_WAIT_POLICY="passive",
     # A compiler takes up to 1.7 GB for each of DeepSpeed's files; two workers may each compile an operation.
     MAX_JOBS="2",
 )
