@@ -184,11 +184,17 @@ class Blockwise:
         weights: Where they are read from.
         place: The device that computes.
         as_trained: Whether weights are left as adapters were trained on them, not restored in fp32.
+
+    Attributes:
+        merging: Whether adapters are merged into the weights.
+        rounded: The type that these are then rounded to, but for those that Transformers keeps in fp32.
     """
+
+    merging = False
+    rounded = torch.float32
 
     def __init__(self, model: Any, weights: Weights, place: torch.device, as_trained: bool = False) -> None:
         self.model, self.weights, self.place, self.as_trained = model, weights, place, as_trained
-        self.merging = False
         self.blocks = blocks(model)
         self._away: dict[Block, list[nn.Parameter]] = {}
         for module in model.modules():
@@ -200,7 +206,7 @@ class Blockwise:
             block.module.register_forward_hook(lambda *_, block=block: self.free(block))
 
     def fill(self, block: Block) -> None:
-        """Reads the weights of a block and, when `merging`, merges its adapters into them.
+        """Reads the weights of a block and, when `merging`, merges its adapters into them and rounds the result.
 
         Raises:
             ValueError: If what is merged is not finite.
@@ -212,8 +218,16 @@ class Blockwise:
                 present[parameter] = self._present(name, parameter)
             part._parameters[key] = present[parameter]
         self._away[block] = away
-        for layer in block.adapted if self.merging else ():
+        if not self.merging:
+            return
+        for layer in block.adapted:
             layer.merge(safe_merge=True)
+        kept = kept_in_fp32(self.model.get_base_model(), self.rounded)
+        for name, part, key in block.parameters:
+            if not kept(name):
+                # Not in place: those of adapters are there all the time.
+                value = part._parameters[key].to(self.rounded).float()
+                part._parameters[key] = nn.Parameter(value, requires_grad=False)
 
     def free(self, block: Block) -> None:
         """Gives the weights of a block back."""

@@ -145,7 +145,7 @@ def export(run: Path, form: str, output: Path) -> str:
         exporting.require("read back", proof["distance_as_saved"])
         if recipe.embeds and importlib.util.find_spec("sentence_transformers"):
             proof["distance_by_sentence_transformers"] = distance(again, exporting.sentence_vectors(folder))
-            exporting.require("by sentence-transformers", proof["distance_by_sentence_transformers"])
+            exporting.require("by sentence-transformers", proof["distance_by_sentence_transformers"], roundings=4)
         write_json(folder / "export_proof.json", proof)
 
     try:
@@ -241,12 +241,17 @@ class _Exporting:
                 "nothing was written; take another format",
             ) from error
 
-    def require(self, what: str, apart: float) -> None:
-        """Refuses files that are another model than the one that was saved."""
-        if not apart <= READ_BACK:  # NaN is not equal to anything.
+    def require(self, what: str, apart: float, roundings: int = 0) -> None:
+        """Refuses files that are another model than the one that was saved.
+
+        Args:
+            roundings: How often outputs may be rounded otherwise to the type that the model computes in.
+        """
+        allowed = max(READ_BACK, roundings * torch.finfo(self._settings["dtype"]).eps)
+        if not apart <= allowed:  # NaN is not equal to anything.
             raise UserError(
                 f"the saved {self._form} model differs from the one that was saved: {what} outputs are apart by "
-                f"{apart:.2e} of the largest, allowed {READ_BACK:.0e}",
+                f"{apart:.2e} of the largest, allowed {allowed:.0e}",
                 "nothing was written; take another format, and report this with `toolkit doctor`",
             )
 
