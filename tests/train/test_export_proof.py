@@ -172,6 +172,16 @@ def test_files_keep_the_head_and_are_as_near_to_the_run_as_they_say(
         assert asked["score"] == pytest.approx(logits.softmax(-1).max().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize(("objective", "model"), [("reward", "llama"), ("embedding", "modernbert")])
+def test_rounding_to_bf16_is_no_fault_of_the_files(objective: str, model: str) -> None:
+    """It moves the few scores of a head, and vectors that another library pools, by more than it does logits."""
+    run = run_of(objective, model, [*LORA, "precision=bf16"])
+    assert cli(["merge", str(run)]) == 0
+    proof = json.loads((run / "merged" / "merge_proof.json").read_text(encoding="utf-8"))
+    assert proof["distance_read_back"] < 1e-6 < proof["distance_as_saved"]
+    assert cli(["export", str(run), "format=int8"]) == 0
+
+
 def test_files_for_llama_cpp_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     run = Path("runs/written")
     run.mkdir(parents=True)

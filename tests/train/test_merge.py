@@ -62,6 +62,7 @@ def test_merged_files_say_what_the_adapter_says(kind: str, recwarn: pytest.Warni
     assert not [each for each in recwarn if "_pattern" in str(each.message)], "patterns of experts do match"
     proof = json.loads((run / "merged" / "merge_proof.json").read_text(encoding="utf-8"))
     assert proof["distance"] < 1e-5 < 1e-2 < proof["effect"]
+    assert proof["distance_read_back"] < 1e-6
     source, adapted, _ = load_trained(run)
     recipe = source.recipe
     bf16 = "precision=bf16" in MERGES[kind]
