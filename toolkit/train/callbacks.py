@@ -98,7 +98,7 @@ class Meter(TrainerCallback):
         self._started = time.monotonic() - earlier.get("seconds", 0.0)
         self.energy = energy_meter(self._world, torch.cuda.is_available(), earlier.get("energy_kwh", 0.0))
         if self._counts_itself:
-            self._total_tokens = earlier.get("tokens", 0)
+            self._total_tokens = self.last.get("tokens", 0)
         else:
             self._total_tokens, _ = self._tokens(0, self._step)
         self._step_time = time.monotonic()

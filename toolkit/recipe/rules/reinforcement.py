@@ -21,11 +21,12 @@ def _set(section: str) -> Callable[[Recipe], Iterable[str]]:
 
 def _unasked(section: str) -> Rule:
     """A section that other objectives do not read."""
+    others = ", or distillation.on_policy=1 for a student's own answers" if section == "rollout" else ""
     return Rule(
         section,
         lambda r, _: not (r.writes if section == "rollout" else r.reinforces) and getattr(r, section).changed(),
         "objective {r.objective} learns from given answers, not from rewards of its own",
-        f"remove {{{section}_keys}}, or set objective={_OBJECTIVES}",
+        f"remove {{{section}_keys}}, or set objective={_OBJECTIVES}{others}",
         keys=_set(section),
     )
 
