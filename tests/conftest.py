@@ -23,7 +23,6 @@ from toolkit.planner.trace.__main__ import answer
 CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "toolkit"
 RANKS = pytest.StashKey[Ranks]()
 IMPORTS = ExitStack()
-IMPORTS.enter_context(quick_imports())
 
 os.environ.setdefault("TOOLKIT_CACHE", str(CACHE))
 os.environ.update(
@@ -41,6 +40,7 @@ os.environ.update(
 for name in list(os.environ):
     if name in ("HF_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("ACCELERATE_", "FSDP_")):
         del os.environ[name]
+IMPORTS.enter_context(quick_imports())
 leave_unmeasured(Path(os.environ["TOOLKIT_CACHE"]))
 
 

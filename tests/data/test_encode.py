@@ -969,7 +969,7 @@ def test_renderings_of_a_conversation_have_one_time_limit_together(monkeypatch: 
     chat_template.next_conversation()
     # One call into C, during which nobody looks on.
     with pytest.raises(UserError, match="more than 1 seconds"), chat_template.in_time():
-        sum(range(4 * 10**8))
+        sum(range(15 * 10**7))
     chat_template.next_conversation()
     for _ in range(30):
         render(0.04)

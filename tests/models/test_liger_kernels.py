@@ -89,8 +89,10 @@ def test_a_training_uses_them_where_layers_are_not_compiled_and_its_losses_stay(
     small.populate(tmp_path, "llama")
     leave_unmeasured(Path(os.environ["TOOLKIT_CACHE"]))
     found = {}
+    # Every row of a tensor is a call of the interpreter's.
+    few = ["max_steps=2", "batch.seq_len=48", "data.over_long=truncate", "batch.global_batch_size=2"]
     for compiles in ("off", "auto"):
-        done = run(paths, "recipe=small", "max_steps=3", f"compile={compiles}", f"output.name={compiles}", cwd=tmp_path)
+        done = run(paths, "recipe=small", *few, f"compile={compiles}", f"output.name={compiles}", cwd=tmp_path)
         folder = tmp_path / "runs" / compiles
         effective = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["effective"]
         found[compiles] = (
@@ -101,7 +103,7 @@ def test_a_training_uses_them_where_layers_are_not_compiled_and_its_losses_stay(
     own, kernels = found["off"], found["auto"]
     assert (own[1:], kernels[2]) == ((0, False), True)
     assert kernels[1] >= 5
-    assert len(own[0]) == 3
+    assert len(own[0]) == 2
     assert kernels[0] == pytest.approx(own[0], rel=1e-5)
     assert kernels[0] != own[0]
 

@@ -268,7 +268,7 @@ def test_the_reason_says_what_recomputing_costs_and_why_it_must_be(only_shipped_
     assert made.chosen["activation_checkpointing.every_n_layers"] == "4: recomputing every 4th layer"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_mlps_in_tiles_are_chosen_where_nothing_else_fits() -> None:
     """131,072 tokens of an 8B on one device of 48 GB."""
     one = ["parallel.sequence=1", "batch.global_batch_size=1"]

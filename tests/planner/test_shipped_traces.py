@@ -103,7 +103,7 @@ def test_what_is_recomputed_is_no_flop_of_the_model(name: str) -> None:
     gradient of what frozen embeddings give the first layer whether it is formed or not."""
     useful, done = [], []
     for mode in ("none", "full"):
-        loaded = load(name, [f"activation_checkpointing.mode={mode}", "batch.micro_batch_size=1"])
+        loaded = load(name, [f"activation_checkpointing.mode={mode}", "batch.micro_batch_size=2"])
         work = estimate(loaded.recipe, loaded.name, find("h200"), advice=False).work
         useful.append(work.model_flops_per_step)
         done.append(work.hardware_flops_per_step)

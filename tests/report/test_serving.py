@@ -12,7 +12,7 @@ from pages import Page
 
 from toolkit.recipe import Recipe
 from toolkit.report.run_page import write_report
-from toolkit.report.serving import next_steps
+from toolkit.report.serving import next_steps, serving
 
 
 def recipe_of(path: str = "org/base", **sections: Any) -> Recipe:
@@ -87,3 +87,50 @@ def test_the_report_has_them_where_there_is_a_model(tmp_path: Path) -> None:
     (run / "recipe.yaml").write_text("model: {path: org/base}\ndata: {sources: [a.jsonl]}\nmethod: {name: lora}\n")
     text = Page(write_report(run).read_text(encoding="utf-8")).text
     assert f"toolkit chat {run}" in text and "vllm serve org/base --enable-lora" in text
+
+
+HEADS = {
+    "classification": ["--convert", "classify"],
+    "token_classification": ["--convert", "classify"],
+    "reward": ["--convert", "classify", "--pooler-config", '{"use_activation": false}'],
+    "embedding": ["--convert", "embed"],
+}
+
+
+@pytest.mark.parametrize("objective", HEADS)
+def test_heads_and_vectors_are_pooled_by_vllm_and_asked_by_a_line(objective: str) -> None:
+    found = lines(recipe_of("Qwen/Qwen3-8B", objective=objective))
+    by = "sentence-transformers" if objective == "embedding" else "Transformers"
+    assert list(found) == ["serve it with vLLM", f"or with {by}"]
+    start = ["vllm", "serve", "runs/my run/final", "--served-model-name", "my run", "--runner", "pooling"]
+    assert found["serve it with vLLM"] == [*start, *HEADS[objective]]
+    program, option, code = found[f"or with {by}"]
+    assert (program, option) == ("python", "-c") and '"runs/my run/final"' in code
+    compile(code, "line", "exec")
+    merged = lines(recipe_of("Qwen/Qwen3-8B", objective=objective, method={"name": "lora"}))
+    assert list(merged) == ["merge it", "serve it with vLLM, once it is merged", f"or with {by}, once it is merged"]
+    assert merged["serve it with vLLM, once it is merged"][2] == "runs/my run/merged"
+
+
+def test_a_line_renders_conversations_as_the_rows_were(tmp_path: Path) -> None:
+    run = example_run(tmp_path / "demo")
+    data = {"sources": ["org/pairs"], "chat_template_kwargs": {"enable_thinking": False}}
+    recipe = Recipe.model_validate({"model": {"path": "org/base"}, "data": data, "objective": "reward"})
+    served, asked = (shlex.split(line) for _, line in serving(run, recipe, run / "final", "demo"))
+    assert served[-2:] == ["--default-chat-template-kwargs", '{"enable_thinking": false}']
+    assert 'function_to_apply="none"' in asked[2] and "add_special_tokens=False" in asked[2]
+    assert '{"role": "assistant"' in asked[2] and "tokenize=False, enable_thinking=False" in asked[2]
+    compile(asked[2], "line", "exec")
+
+
+def test_vllm_has_no_line_where_it_would_read_another_head_or_format(tmp_path: Path) -> None:
+    words = {"objective": "token_classification"}
+    for kind, known in (("distilbert", False), ("modernbert", True), ("qwen3", True)):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+        assert ("serve it with vLLM" in lines(recipe_of(str(tmp_path / kind), **words))) == known
+    assert list(lines(recipe_of("org/unknown", **words))) == ["use it with Transformers"]
+    recipe, folder = recipe_of(), Path("runs/x/form")
+    assert serving(Path("runs/x"), recipe, folder, "x", "int4")[0][0] == "serve it with vLLM"
+    assert [what for what, _ in serving(Path("runs/x"), recipe, folder, "x", "nf4")] == ["use it with Transformers"]
+    assert serving(Path("runs/x"), recipe, folder, "x", "gguf_q8_0") == []

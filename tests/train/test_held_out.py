@@ -50,6 +50,25 @@ def test_answers_are_those_that_the_run_gave_before_and_after(kind: str, capsys:
     assert "Evaluation after training" in page and exact.after.text() in page
 
 
+def test_a_run_that_went_on_from_an_adapter_began_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = ["optimizer.learning_rate=3e-2", "evaluation.max_new_tokens=8"]
+    first = trained("stage-one", *LORA, *HELD_OUT, *fast)
+    run = trained("stage-two", f"model.adapter={first / 'final'}", *HELD_OUT, *fast, "seed=7")
+    for each in (first, run):
+        assert cli(["evaluate", str(each), "rows=3"]) == 0
+        samples = json.loads((each / "samples.json").read_text(encoding="utf-8"))
+        for key in ("before", "after"):
+            assert [row[key] for row in lines(each)] == [row[key] for row in samples]
+    base, begun = ({row["before"] for row in lines(each)} for each in (first, run))
+    assert base.isdisjoint(begun), "the first stage has moved the model"
+    weights = first / "final" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
+    capsys.readouterr()
+    assert cli(["evaluate", str(run), "rows=3"]) == 1
+    assert f"went on from the adapter {first / 'final'}, which is another one now" in capsys.readouterr().err
+    assert cli(["evaluate", str(run), "rows=3", "before=false"]) == 0
+
+
 def test_answers_do_not_depend_on_batches_and_the_base_can_be_left_out() -> None:
     run = trained("batches", *LORA, *HELD_OUT)
     assert cli(["evaluate", str(run), "rows=5", "batch_size=5", "max_new_tokens=12"]) == 0

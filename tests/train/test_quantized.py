@@ -19,15 +19,18 @@ from toolkit.train.merge import proof_rows
 
 place = place_with("llama", "blenderbot")
 
-STORED = {"int8": "I8", "fp8": "F8_E4M3", "nf4": "U8"}
+STORED = {"int8": "I8", "fp8": "F8_E4M3", "nf4": "U8", "int4": "I32"}
 """What safetensors calls the types that weights lie in."""
+KINDS = {"lora": LORA, "full": [], "qlora": NF4, "seq2seq": [*LORA, *SEQ2SEQ]}
 
 
 @pytest.mark.parametrize(
     ("form", "name", "kind"),
     [
-        *((form, name, kind) for form in STORED for name, kind in (("lora", LORA), ("full", []), ("qlora", NF4))),
-        ("nf4", "seq2seq", [*LORA, *SEQ2SEQ]),
+        *((form, name, kind) for form in ("int8", "fp8", "nf4") for name, kind in KINDS.items() if name != "seq2seq"),
+        ("nf4", "seq2seq", KINDS["seq2seq"]),
+        ("int4", "lora", KINDS["lora"]),
+        *(pytest.param("int4", name, kind, marks=pytest.mark.matrix) for name, kind in KINDS.items() if name != "lora"),
     ],
 )
 def test_files_in_fewer_bits_are_as_far_from_the_run_as_they_say(
@@ -60,7 +63,7 @@ def test_files_in_fewer_bits_are_as_far_from_the_run_as_they_say(
     divergence = (before.exp() * (before - found.log_softmax(-1))).sum(-1).mean().item()
     assert proof["divergence"] == pytest.approx(divergence, rel=1e-2, abs=1e-6)
     if name != "qlora":  # Which computes in 16 bits, and is quantized a second time.
-        assert 0 < proof["distance"] < {"int8": 0.05, "fp8": 0.15, "nf4": 0.5}[form]
+        assert 0 < proof["distance"] < {"int8": 0.05, "fp8": 0.15, "nf4": 0.5, "int4": 0.5}[form]
     assert proof["bytes"] < proof["bytes_before"]
     chat = AutoTokenizer.from_pretrained(output)
     assert chat.chat_template == tokenizer.chat_template
@@ -84,7 +87,7 @@ def test_what_cannot_be_exported_leaves_nothing(
     assert "runs exists already" in capsys.readouterr().err
     assert cli(["export", str(run), "format=int3"]) == 1
     error = capsys.readouterr().err
-    assert "format=int3: Input should be 'int8', 'fp8', 'nf4', 'gguf' or 'gguf_q8_0'" in error
+    assert "format=int3: Input should be 'int8', 'fp8', 'nf4', 'int4', 'gguf' or 'gguf_q8_0'" in error
     assert "docs/use.md" in error
     monkeypatch.setitem(sys.modules, "torchao", None)
     assert cli(["export", str(run), "format=fp8"]) == 1

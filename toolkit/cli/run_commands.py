@@ -10,7 +10,7 @@ from typing import Literal
 from toolkit.cli.keys import Keys, read_keys
 from toolkit.cli.option_types import count, positive, share, temperature, weights
 from toolkit.cli.registry import command, option
-from toolkit.common import PAGED, UserError, printable
+from toolkit.common import PAGED, UserError, printable, table
 from toolkit.files import write_atomically
 from toolkit.hub_cache import use_own
 
@@ -114,20 +114,24 @@ def merge(options: argparse.Namespace) -> None:
     _use_own_caches(*runs)
     from toolkit.train.merge import merge
 
-    print(merge(runs, Path(options.output) if options.output else runs[0] / "merged", options.weights))
+    output = Path(options.output) if options.output else runs[0] / "merged"
+    print(merge(runs, output, options.weights))
+    _print_serving(runs[0], output, output.resolve().name if len(runs) > 1 else runs[0].resolve().name)
 
 
 class Export(Keys):
     """The keys of `toolkit export`."""
 
-    format: Literal["int8", "fp8", "nf4", "gguf", "gguf_q8_0"]
+    format: Literal["int8", "fp8", "nf4", "int4", "gguf", "gguf_q8_0"]
     output: str | None = None
     """The folder; by default that of the run with the format's name."""
 
 
 @command(
     _RUN,
-    option("arguments", "key=value", "format=int8, fp8, nf4, gguf or gguf_q8_0, output=DIR: docs/use.md", nargs="*"),
+    option(
+        "arguments", "key=value", "format=int8, fp8, nf4, int4, gguf or gguf_q8_0, output=DIR: docs/use.md", nargs="*"
+    ),
 )
 def export(options: argparse.Namespace) -> None:
     """Write a run's model in fewer bits, and compare it with the run's."""
@@ -135,7 +139,9 @@ def export(options: argparse.Namespace) -> None:
     _use_own_caches(run)
     from toolkit.train.quantized import export
 
-    print(export(run, wanted.format, Path(wanted.output or run / wanted.format)))
+    output = Path(wanted.output or run / wanted.format)
+    print(export(run, wanted.format, output))
+    _print_serving(run, output, run.resolve().name, wanted.format)
 
 
 @command(
@@ -175,6 +181,14 @@ def push(options: argparse.Namespace) -> None:
         run, options.repository, wanted.license, wanted.public, wanted.branch, lambda line: print(printable(line))
     )
     print(printable(where))
+
+
+def _print_serving(run: Path, folder: Path, name: str, form: str | None = None) -> None:
+    from toolkit.recipe.load import load_resolved
+    from toolkit.report.serving import serving
+
+    if lines := serving(run, load_resolved(run / "recipe.yaml"), folder, name, form):
+        print(f"\n{table(lines, indent=2).plain}")
 
 
 def _sample(options: argparse.Namespace) -> dict[str, float] | None:

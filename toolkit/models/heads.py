@@ -89,6 +89,16 @@ def names_of_head(config: Any, objective: str, trust_remote_code: bool) -> list[
     return head_modules(model)
 
 
+def kept_whole(config: Any, objective: str, trust_remote_code: bool) -> list[str]:
+    """Names of modules that stay as they are where a model is stored in fewer bits: its head, and the pooler that some
+    encoders get where nothing reads it."""
+    if objective != EMBEDDING:
+        return names_of_head(config, objective, trust_remote_code)
+    with torch.device("meta"):
+        model = auto_class(objective).from_config(config, trust_remote_code=trust_remote_code)
+    return [_POOLER] if getattr(model, _POOLER, None) is not None else []
+
+
 def belongs_to_head(name: str, heads: Sequence[str]) -> bool:
     """Whether a parameter or module of this name is a part of one of these modules."""
     return any(name == head or name.startswith(f"{head}.") for head in heads)

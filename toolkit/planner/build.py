@@ -298,11 +298,11 @@ def estimate(
     )  # fmt: skip
     asked = recipe
     recipe, precision = fastest_precision(recipe, hardware)
+    device = hardware.device
+    check_device(recipe, device.kind, device.capability, device.title)
     # An engine must be known before the data is prepared, and be the same when the run is continued; a micro-batch not.
     known = question.statistics if recipe.knows_engine else None
     recipe, chosen = decide(recipe, hardware, config=question.config, statistics=known, tracing=tracing)
-    device = hardware.device
-    check_device(recipe, device.kind, device.capability, device.title)
     plan = question.plan(recipe, hardware, may_trace=True)
     assert plan is not None
     if plan.origin == "formulas" and config is None and not model_configs.known_model(recipe.model):

@@ -28,7 +28,7 @@ from toolkit.report.rewards import MARGIN, held_out
 from toolkit.report.run_page import percent_change
 from toolkit.report.run_view import step_times, token_rates
 from toolkit.report.scores import OF_VECTORS, of_tokens
-from toolkit.report.serving import on_base, transformers_line, vllm_line
+from toolkit.report.serving import on_base, serving, vllm_line
 from toolkit.report.teacher import NEARNESS
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -204,10 +204,10 @@ def _is_chat(folder: Path, record: Record, recipe: Recipe) -> bool:
 
 def _served(record: Record, recipe: Recipe, base_model: str) -> list[str]:
     """The lines that serve the folder of the card; none where that takes what is not published."""
+    if recipe.method.name == "full":
+        return [line for _, line in serving(record.folder, recipe, Path("."), record.name)]
     if recipe.headed or recipe.objective == "seq2seq":
         return []
-    if recipe.method.name == "full":
-        return [vllm_line(recipe, ".", record.name), transformers_line(recipe, ".")]
     return [vllm_line(recipe, ".", record.name)] if on_base(recipe) and is_hub_id(base_model) else []
 
 

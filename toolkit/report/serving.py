@@ -1,7 +1,8 @@
 """What to type next of a trained model: the lines that talk with it, score it, and serve it by vLLM and Transformers.
 
-In one place for the end of a run, its report and its model card. An adapter is served on its base where vLLM can do
-that; else it is merged first, which the toolkit proves equal.
+In one place for the end of a run, its report and its model card, and for what is merged and exported. An adapter is
+served on its base where vLLM can do that; else it is merged first, which the toolkit proves equal. Heads and vectors
+are what vLLM calls pooling; Transformers has pipelines for heads, and sentence-transformers makes vectors.
 """
 
 from __future__ import annotations
@@ -12,8 +13,20 @@ from pathlib import Path
 
 from toolkit.common import concealed
 from toolkit.distributed.vllm_lines import adapters, base
-from toolkit.recipe import Recipe
+from toolkit.recipe import Recipe, model_configs
+from toolkit.recipe.heads import REWARD
 from toolkit.recipe.reinforcement import VLLM_RANKS
+from toolkit.report.load import read_run
+
+_TELLS_WORDS = (
+    *("bert", "modernbert", "roberta", "xlm-roberta"),
+    *("gemma", "gemma2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+)
+"""Architectures that vLLM 0.33 has as classifiers of words: encoders of `_TOKEN_CLASSIFICATION_MODELS` in its registry,
+and decoders of it whose head Transformers calls `score`, as `as_seq_cls_model` does. Of others it would take the head
+for one of texts."""
+_SERVED_BY_VLLM = (None, "int4")
+"""Formats of `toolkit export`, and none."""
 
 
 def next_steps(run: Path, recipe: Recipe) -> list[tuple[str, str]]:
@@ -26,17 +39,89 @@ def next_steps(run: Path, recipe: Recipe) -> list[tuple[str, str]]:
         lines.append(("score it", _line("toolkit", "evaluate", place)))
     if recipe.method.name == "lora":
         lines.append(("merge it", _line("toolkit", "merge", place)))
-    whole = str(run / "merged" if recipe.method.name == "lora" else final)
-    if recipe.headed or recipe.objective == "seq2seq":
-        return lines  # vLLM has no encoder-decoders for text, and neither does Transformers' server.
+    whole = run / "merged" if recipe.method.name == "lora" else final
     once = ", once it is merged" if recipe.method.name == "lora" else ""
     name = run.resolve().name
-    if on_base(recipe):
-        lines.append(("serve it with vLLM", vllm_line(recipe, str(final), name)))
-    else:
-        lines.append((f"serve it with vLLM{once}", vllm_line(recipe, whole, name, merged=True)))
-    lines.append((f"or with Transformers{once}", transformers_line(recipe, whole)))
+    for what, line in serving(run, recipe, whole, name):
+        if what == _BY_VLLM and not recipe.headed and on_base(recipe):
+            lines.append((what, vllm_line(recipe, str(final), name)))
+        else:
+            lines.append((what + once, line))
     return lines
+
+
+_BY_VLLM = "serve it with vLLM"
+
+
+def serving(run: Path, recipe: Recipe, folder: Path, name: str, form: str | None = None) -> list[tuple[str, str]]:
+    """How a whole model is served: with what, and the line to type.
+
+    Args:
+        run: The run folder, whose audit says how rows were rendered.
+        folder: The model's: the run's own, merged or exported.
+        name: Under which it is served.
+        form: The format in which it was exported.
+    """
+    if recipe.objective == "seq2seq" or (form or "").startswith("gguf"):
+        return []  # vLLM has no encoder-decoders for text, and neither does Transformers' server.
+    model, lines = str(folder), []
+    if form in _SERVED_BY_VLLM and (not recipe.headed or _pools(recipe)):
+        line = pooling_line(recipe, model, name) if recipe.headed else vllm_line(recipe, model, name, merged=True)
+        lines.append((_BY_VLLM, line))
+    by = "sentence-transformers" if recipe.embeds else "Transformers"
+    line = asking_line(recipe, model, _renders(run)) if recipe.headed else transformers_line(recipe, model)
+    return [*lines, (f"or with {by}" if lines else f"use it with {by}", line)]
+
+
+def _renders(run: Path) -> bool:
+    """Whether rows were rendered with the chat template."""
+    audit = read_run(run).audit
+    return audit is not None and audit.chat_template.needed
+
+
+def _pools(recipe: Recipe) -> bool:
+    """Whether vLLM has the model with this head."""
+    if recipe.objective != "token_classification":
+        return True
+    config = model_configs.config_of(recipe.model) or {}
+    return config.get("model_type") in _TELLS_WORDS
+
+
+def pooling_line(recipe: Recipe, model: str, name: str) -> str:
+    """Has vLLM serve a whole model with a head, or one of vectors: `RunnerOption` and `ConvertOption` in
+    vllm/config/model.py. Rewards are numbers of any size, to which it would apply a sigmoid."""
+    words = ["vllm", "serve", model, "--served-model-name", name, "--runner", "pooling"]
+    words += ["--convert", "embed" if recipe.embeds else "classify"]
+    if recipe.objective == REWARD:
+        words += ["--pooler-config", json.dumps({"use_activation": False})]
+    return _line(*words, *_settings(recipe, "--default-chat-template-kwargs"))
+
+
+def asking_line(recipe: Recipe, model: str, chat: bool = False) -> str:
+    """Asks a whole model with a head, or one of vectors, about a text.
+
+    Args:
+        chat: Whether texts are conversations, which the template renders.
+    """
+    trust = ", trust_remote_code=True" if recipe.model.trust_remote_code else ""
+    folder = json.dumps(model, ensure_ascii=False)
+    if recipe.embeds:
+        vectors = 'model.encode_query(["A question?"]), model.encode_document(["An answer.", "Rain falls."])'
+        begin = "from sentence_transformers import SentenceTransformer"
+        return _line(
+            "python", "-c", f"{begin}; model = SentenceTransformer({folder}{trust}); print(model.similarity({vectors}))"
+        )
+    task = "token-classification" if recipe.objective == "token_classification" else "text-classification"
+    if recipe.objective == REWARD:
+        trust += ', function_to_apply="none"'
+    begin = f'from transformers import pipeline; ask = pipeline("{task}", {folder}{trust})'
+    if not chat:
+        return _line("python", "-c", f'{begin}; print(ask("A text."))')
+    turns = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}][: 2 if recipe.pairs else 1]
+    variables = "".join(f", {key}={value!r}" for key, value in recipe.data.chat_template_kwargs.items())
+    text = f"ask.tokenizer.apply_chat_template({json.dumps(turns)}, tokenize=False{variables})"
+    # The template has put the tokens already that begin and end a text.
+    return _line("python", "-c", f"{begin}; print(ask({text}, add_special_tokens=False))")
 
 
 def on_base(recipe: Recipe) -> bool:

@@ -20,8 +20,10 @@ from toolkit.models import attention
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
+from toolkit.report.load import read_manifest
+from toolkit.report.serving import serving
 from toolkit.train.evaluate import answer, as_prompt
-from toolkit.train.run_folder import RunFolder, check_final
+from toolkit.train.run_folder import RunFolder, check_final, hash_files
 
 
 def load_trained(run: Path) -> tuple[ModelSource, Any, Any]:
@@ -50,9 +52,7 @@ def opened(run: Path) -> ModelSource:
     return source.labelled(read_audit(run).classes, source.tokenizer(saved=final_model(run)))
 
 
-def refuse_head(
-    run: Path, instead: str = "toolkit report shows its held-out scores, and README.md how it is used"
-) -> None:
+def refuse_head(run: Path) -> None:
     """Refuses a run whose model has no head for the vocabulary.
 
     Raises:
@@ -60,7 +60,35 @@ def refuse_head(
     """
     recipe = load_resolved(run / "recipe.yaml")
     if recipe.headed:
-        raise UserError(f"{run} was trained with objective {recipe.objective}: its model says no words", instead)
+        lora = recipe.method.name == "lora"
+        _, line = serving(run, recipe, run / ("merged" if lora else "final"), run.name)[-1]
+        once = f", once `toolkit merge {run}` has merged it" if lora else ""
+        raise UserError(
+            f"{run} was trained with objective {recipe.objective}: its model says no words",
+            f"`toolkit report {run}` shows its held-out scores; it is asked{once} by\n  {line}",
+        )
+
+
+def load_begun(run: Path) -> Any:
+    """The model that a run began with: the base, with the adapter that the run went on from, if there was one.
+
+    Raises:
+        UserError: If that adapter is not there any more, or is another one.
+    """
+    source = ModelSource.open(load_resolved(run / "recipe.yaml"))
+    earlier = source.recipe.model.adapter
+    if earlier is None:
+        return load_base(source)
+    then = read_manifest(run)[0].hashes.get("adapter")
+    files = [*Path(earlier).glob("adapter_*")]
+    if not files or (then and hash_files(files) != then):
+        raise UserError(
+            f"{run} went on from the adapter {earlier}, which {'is another one now' if files else 'is gone'}",
+            "restore it, or leave out what the run began with: before=false",
+        )
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_base(source), earlier).eval()
 
 
 def load_base(source: ModelSource) -> Any:

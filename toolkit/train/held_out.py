@@ -23,7 +23,7 @@ from toolkit.recipe.load import load_resolved
 from toolkit.report.evaluation import ROWS, HeldOut
 from toolkit.report.load import read_manifest
 from toolkit.train.evaluate import generate
-from toolkit.train.export import load_base, load_trained, on_device
+from toolkit.train.export import load_begun, load_trained, on_device
 from toolkit.train.scoring import METRICS, scored
 
 _log = logging.getLogger("toolkit.train")
@@ -125,19 +125,21 @@ def held_out_rows(run: Path, source: ModelSource, tokenizer: Any, rows: int) -> 
 def before_and_after(run: Path, ask: Callable[[Any, str], T], before: bool = True) -> tuple[T | None, T]:
     """What is asked of the model that a run began with, unless it is left out, and of the one it trained.
 
-    The two are never in memory together; with an adapter they are one model, with the adapter off and on.
+    The two are never in memory together; with an adapter they are one model, with the adapter off and on, unless the
+    run went on from another adapter.
 
     Args:
         ask: Gets a model and what to call it.
     """
     recipe = load_resolved(run / "recipe.yaml")
     first: T | None = None
-    if before and recipe.method.name == "full":
-        first = ask(on_device(load_base(ModelSource.open(recipe)), recipe), "base model")
+    apart = recipe.method.name == "full" or recipe.model.adapter is not None
+    if before and apart:
+        first = ask(on_device(load_begun(run), recipe), "base model")
         gc.collect()
         torch.cuda.empty_cache()
     model = on_device(load_trained(run)[1], recipe)
-    if before and recipe.method.name == "lora":
+    if before and not apart:
         with model.disable_adapter():
             first = ask(model, "base model")
     return first, ask(model, "trained model")

@@ -1,39 +1,41 @@
 """A run's model in fewer bits, for serving: quantized, saved, read back, and compared with the run's own.
 
 Rounding is the point here, so nothing is proved equal but the files to what was quantized; how far that is from the
-run's model is measured on real rows and told. An adapter is merged into its base first, see `merge`.
+run's model is measured on real rows and told, see `export_proof`. An adapter is merged into its base first, see
+`merge`. Heads stay in the precision of the run: they are small, and all that is read of a text goes through them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from toolkit.cache import build_once
 from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
-from toolkit.models import attention
-from toolkit.models.heads import auto_class
+from toolkit.models import attention, packed_int4
+from toolkit.models.embedding import drop_pooler
+from toolkit.models.heads import auto_class, kept_whole
 from toolkit.models.load import ModelSource
+from toolkit.models.sentence_files import write_modules
+from toolkit.recipe import model_configs
 from toolkit.recipe.load import load_resolved
 from toolkit.train import gguf
-from toolkit.train.export import final_model, load_trained, on_device, refuse_head
-from toolkit.train.merge import merge, proof_rows
+from toolkit.train.export import final_model, load_trained, on_device, opened
+from toolkit.train.export_proof import Outputs, Probe, distance
+from toolkit.train.merge import merge
 
 READ_BACK = 1e-3
-"""Largest allowed distance of logits of the files from those of the model that was saved, relative to the largest."""
-_ROWS = 8
+"""Largest allowed distance of outputs of the files from those of the model that was saved, relative to the largest."""
 
 
 @dataclass(frozen=True)
@@ -41,37 +43,43 @@ class Format:
     """How weights of linear layers are stored.
 
     Attributes:
-        config: Transformers' settings of it.
-        package: What has to be installed.
+        package: What has to be installed, by the name of its import.
+        config: Transformers' settings of it, of the type that is computed in and the modules that are kept; none where
+            a model is quantized once it is loaded.
     """
 
-    config: Callable[[torch.dtype], Any]
     package: str
+    config: Callable[[torch.dtype, Sequence[str]], Any] | None = None
 
 
-def _torchao(name: str) -> Callable[[torch.dtype], Any]:
-    def config(dtype: torch.dtype) -> Any:
+def _torchao(name: str) -> Callable[[torch.dtype, Sequence[str]], Any]:
+    def config(dtype: torch.dtype, whole: Sequence[str]) -> Any:
         from torchao import quantization
 
-        return TorchAoConfig(getattr(quantization, name)())
+        return TorchAoConfig(getattr(quantization, name)(), modules_to_not_convert=[*whole] or None)
 
     return config
 
 
+def _nf4(dtype: torch.dtype, whole: Sequence[str]) -> Any:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=[*whole] or None,
+    )
+
+
 FORMATS = {
-    "int8": Format(_torchao("Int8WeightOnlyConfig"), "torchao"),
-    "fp8": Format(_torchao("Float8WeightOnlyConfig"), "torchao"),
-    "nf4": Format(
-        lambda dtype: BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        ),
-        "bitsandbytes",
-    ),
+    "int8": Format("torchao", _torchao("Int8WeightOnlyConfig")),
+    "fp8": Format("torchao", _torchao("Float8WeightOnlyConfig")),
+    "nf4": Format("bitsandbytes", _nf4),
+    "int4": Format("compressed_tensors"),
 }
 """By the name that a user gives."""
+_OF_LINEAR_LAYERS = ("nf4", "int4")
+"""Formats that no library reads back, or serves, where experts are left as they are."""
 
 
 def export(run: Path, form: str, output: Path) -> str:
@@ -86,109 +94,170 @@ def export(run: Path, form: str, output: Path) -> str:
 
     Raises:
         UserError: If a package is missing, the output exists, the adapter cannot be merged, or the files do not give
-            the logits of what was quantized; then nothing is written.
+            the outputs of what was quantized; then nothing is written.
     """
     package = FORMATS[form].package if form in FORMATS else "gguf"
     if not importlib.util.find_spec(package):
+        package = package.replace("_", "-")
         raise UserError(f"format={form}: {package} is not installed", f"run `pip install {package}`")
+    headed = load_resolved(run / "recipe.yaml").headed
     if form in gguf.FORMATS:
+        if headed:
+            raise UserError(
+                f"format={form}: Transformers reads no heads and no models of vectors from GGUF files, so nothing "
+                "could be compared with the run's model",
+                f"take one of {', '.join(FORMATS)}",
+            )
         gguf.converter()
     if output.exists():
         raise UserError(f"{output} exists already", "name another folder with output=DIR")
-    refuse_head(run, "use its final model as it is")
-    source = ModelSource.open(load_resolved(run / "recipe.yaml"))
+    source = opened(run)
     recipe, final = source.recipe, final_model(run)
+    if form in _OF_LINEAR_LAYERS and model_configs.fused_experts(source.config.to_dict()):
+        raise UserError(
+            f"format={form}: the experts of this model are no linear layers, which alone are stored so",
+            "take format=int8, which leaves experts as they are, or gguf_q8_0",
+        )
     tokenizer = source.tokenizer(saved=final)
-    rows = proof_rows(source, tokenizer, _ROWS)
-    wanted = _logits(on_device(load_trained(run)[1], recipe), rows, dtypes(recipe).autocast)
+    probe = Probe.of(source, tokenizer)
+    wanted = probe.outputs(on_device(load_trained(run)[1], recipe), dtypes(recipe).autocast)
     _free()
-    dtype = getattr(torch, dtypes(recipe).export)
-    kind, backend = auto_class(recipe.objective), attention.with_mask(source.config.to_dict())
-    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": backend}
-    settings["trust_remote_code"] = recipe.model.trust_remote_code
-    if torch.cuda.is_available():
-        settings["device_map"] = {"": torch.cuda.current_device()}
-    proof: dict[str, Any] = {"format": form, "rows": len(rows), "tokens": sum(map(len, wanted))}
+    exporting = _Exporting(source, form, probe, getattr(torch, dtypes(recipe).export))
+    proof: dict[str, Any] = {"format": form, "rows": probe.rows}
+    if not headed:
+        proof["tokens"] = sum(map(len, wanted))
 
     def write(folder: Path) -> None:
         whole = final
         if recipe.method.name == "lora":
             whole = folder / "merged"
             merge([run], whole)
-        saved: list[torch.Tensor] | None = None
-        if form in FORMATS:
-            model = kind.from_pretrained(whole, quantization_config=FORMATS[form].config(dtype), **settings).eval()
-            # Before the first pass: on CPUs bitsandbytes then repacks weights, with scales of 16 bits.
-            model.save_pretrained(folder)
-            saved = _logits(model, rows)
-            tokenizer.save_pretrained(folder)
-            del model
-        else:
-            gguf.convert(whole, folder / gguf.FILE, form, dtype)
-            # Transformers makes fp32 of what a GGUF file holds. Where nothing was rounded it has to be the same model.
-            settings["dtype"] = torch.float32
-            if form == "gguf":
-                saved = _logits(kind.from_pretrained(whole, **settings).eval(), rows)
-            settings["gguf_file"] = gguf.FILE
+        saved = exporting.write(whole, folder)
+        tokenizer.save_pretrained(folder)
+        if recipe.embeds:
+            write_modules(folder, source)
         _free()
         proof["bytes"], proof["bytes_before"] = _size(folder), _size(whole)
         if whole != final:
             shutil.rmtree(whole)
-        try:
-            again = _logits(kind.from_pretrained(folder, **settings).eval(), rows)
-        except (RuntimeError, ValueError) as error:
-            raise UserError(
-                f"Transformers cannot read the {form} weights of this model back: {in_a_line(error)}",
-                "nothing was written; take another format",
-            ) from error
-        proof.update(_compared(wanted, again), distance_as_saved=_distance(saved or again, again))
-        if not proof["distance_as_saved"] <= READ_BACK:  # NaN is not equal to anything.
-            raise UserError(
-                f"the saved {form} model differs from the one that was saved: logits by "
-                f"{proof['distance_as_saved']:.2e} of the largest, allowed {READ_BACK:.0e}",
-                "nothing was written; take another format, and report this with `toolkit doctor`",
-            )
+        again = exporting.read(folder)
+        proof.update(probe.compared(wanted, again), distance_as_saved=distance(saved or again, again))
+        exporting.require("read back", proof["distance_as_saved"])
+        if recipe.embeds and importlib.util.find_spec("sentence_transformers"):
+            proof["distance_by_sentence_transformers"] = distance(again, exporting.sentence_vectors(folder))
+            exporting.require("by sentence-transformers", proof["distance_by_sentence_transformers"])
         write_json(folder / "export_proof.json", proof)
 
     try:
         build_once(output, write)
     finally:
         Path(f"{output}.lock").unlink(missing_ok=True)
-    return (
+    text = (
         f"exported to {output}: {bytes_text(proof['bytes'])} of weights, {bytes_text(proof['bytes_before'])} before\n"
-        f"of {proof['tokens']} tokens of {len(rows)} rows, the most likely next one is the run's for "
-        f"{proof['same_token']:.1%}; KL divergence {proof['divergence']:.4f} nats a token, logits differ by "
-        f"{proof['distance']:.1e} of the largest; read back from the files: {proof['distance_as_saved']:.1e}"
+        f"{probe.sentence(proof)}; read back from the files: {proof['distance_as_saved']:.1e}"
     )
+    if "distance_by_sentence_transformers" in proof:
+        text += f", by sentence-transformers: {proof['distance_by_sentence_transformers']:.1e}"
+    return text
 
 
-def _logits(model: Any, rows: Sequence[Mapping[str, Any]], autocast: str | None = None) -> list[torch.Tensor]:
-    """(tokens, vocabulary) of each row, in fp32 on the host."""
-    found = []
-    context = torch.autocast(model.device.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext()
-    with torch.no_grad(), context:
-        for row in rows:
-            inputs = {"input_ids": torch.tensor([row["input_ids"]], device=model.device)}
-            if model.config.is_encoder_decoder:
-                inputs["labels"] = torch.tensor([row["labels"]], device=model.device)
-            found.append(model(**inputs, use_cache=False).logits[0].float().cpu())
-    return found
+class _Exporting:
+    """A model on its way into files of a format, and out of them.
 
+    Args:
+        source: What the run was trained from.
+        form: See `export`.
+        probe: What is asked.
+        dtype: In which it computes.
+    """
 
-def _compared(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> dict[str, float]:
-    """How far predictions are from those of the run's model."""
-    before, after = torch.cat(list(wanted)), torch.cat(list(found))
-    divergence = functional.kl_div(after.log_softmax(-1), before.log_softmax(-1), log_target=True, reduction="none")
-    return {
-        "distance": _distance(wanted, found),
-        "divergence": float(divergence.sum(-1).mean()),
-        "same_token": float((before.argmax(-1) == after.argmax(-1)).float().mean()),
-    }
+    def __init__(self, source: ModelSource, form: str, probe: Probe, dtype: torch.dtype) -> None:
+        self._source, self._form, self._probe, self._dtype = source, form, probe, dtype
+        recipe = source.recipe
+        self._kind = auto_class(recipe.objective)
+        self._settings: dict[str, Any] = {
+            "dtype": dtype,
+            "attn_implementation": attention.with_mask(source.config.to_dict()),
+            "trust_remote_code": recipe.model.trust_remote_code,
+        }
+        if torch.cuda.is_available():
+            self._settings["device_map"] = {"": torch.cuda.current_device()}
 
+    def write(self, whole: Path, folder: Path) -> Outputs | None:
+        """Writes the model of a folder into another one.
 
-def _distance(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
-    largest = max(float(each.abs().max()) for each in wanted)
-    return max(float((one - other).abs().max()) for one, other in zip(wanted, found, strict=True)) / largest
+        Returns:
+            What it says before it is read back; None where no library can ask it.
+        """
+        if self._form not in FORMATS:
+            gguf.convert(whole, folder / gguf.FILE, self._form, self._dtype)
+            # Transformers makes fp32 of what a GGUF file holds. Where nothing was rounded it has to be the same model.
+            self._settings["dtype"] = torch.float32
+            saved = self._said(whole) if self._form == "gguf" else None
+            self._settings["gguf_file"] = gguf.FILE
+            return saved
+        recipe, config = self._source.recipe, FORMATS[self._form].config
+        kept: list[str] = []
+        if recipe.headed:
+            kept = kept_whole(self._source.config, recipe.objective, recipe.model.trust_remote_code)
+        quantization = {"quantization_config": config(self._dtype, kept)} if config else {}
+        model = self._loaded(whole, **quantization)
+        # Before the first pass: on CPUs bitsandbytes then repacks weights, with scales of 16 bits.
+        if config:
+            model.save_pretrained(folder)
+        else:
+            packed_int4.pack(model, kept)
+            packed_int4.save(model, folder)
+        return self._probe.outputs(model)
+
+    def read(self, folder: Path) -> Outputs:
+        """What is said by the files.
+
+        Raises:
+            UserError: They cannot be read.
+        """
+        try:
+            return self._said(folder)
+        except (RuntimeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"Transformers cannot read the {self._form} weights of this model back: {in_a_line(error)}",
+                "nothing was written; take another format",
+            ) from error
+
+    def sentence_vectors(self, folder: Path) -> Outputs:
+        """What sentence-transformers makes of the files.
+
+        Raises:
+            UserError: They cannot be read.
+        """
+        from sentence_transformers import SentenceTransformer
+
+        trusted = self._source.recipe.model.trust_remote_code
+        try:
+            return self._probe.sentence_vectors(SentenceTransformer(str(folder), trust_remote_code=trusted).eval())
+        except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"sentence-transformers cannot read the {self._form} weights of this model: {in_a_line(error)}",
+                "nothing was written; take another format",
+            ) from error
+
+    def require(self, what: str, apart: float) -> None:
+        """Refuses files that are another model than the one that was saved."""
+        if not apart <= READ_BACK:  # NaN is not equal to anything.
+            raise UserError(
+                f"the saved {self._form} model differs from the one that was saved: {what} outputs are apart by "
+                f"{apart:.2e} of the largest, allowed {READ_BACK:.0e}",
+                "nothing was written; take another format, and report this with `toolkit doctor`",
+            )
+
+    def _loaded(self, folder: Path, **quantization: Any) -> Any:
+        model = self._kind.from_pretrained(folder, **self._settings, **quantization).eval()
+        if self._source.recipe.embeds:
+            drop_pooler(model)
+        return model
+
+    def _said(self, folder: Path) -> Outputs:
+        return self._probe.outputs(self._loaded(folder))
 
 
 def _size(folder: Path) -> int:
