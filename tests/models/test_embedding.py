@@ -126,6 +126,8 @@ def test_places_are_counted_among_different_texts() -> None:
     [
         ("auto", None, "llama", "last"),
         ("auto", None, "bert", "mean"),
+        ("auto", None, "modernbert", "mean"),
+        ("auto", None, "mpnet", "mean"),
         ("auto", {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "bert", "cls"),
         ("auto", {"pooling_mode": "lasttoken"}, "bert", "last"),
         ("mean", {"pooling_mode_cls_token": True}, "llama", "mean"),

@@ -86,10 +86,11 @@ def test_an_engine_equals_one_process(
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_demo_learns_with_a_real_model(tmp_path: Path, ranks: Ranks) -> None:
     """On real texts: questions find their answers among those of all held-out rows."""
-    less = ["schedule.max_steps=12", "data.eval_max_samples=64", "evaluation.every_steps=12"]
+    less = ["schedule.max_steps=4", "data.eval_max_samples=64", "evaluation.every_steps=4"]
+    less += ["batch.global_batch_size=16", "batch.seq_len=96"]
     first, last = before_and_after("embedding", tmp_path, ranks, *less)
     assert last["eval_loss"] < first["eval_loss"]
-    assert last["eval_recall_at_10"] > first["eval_recall_at_10"]
+    assert last["eval_recall_at_10"] >= 0.7 > first["eval_recall_at_10"]

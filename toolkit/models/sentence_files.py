@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from toolkit.common import UserError
 from toolkit.files import write_json
 from toolkit.models.embedding import named_poolings
@@ -50,7 +52,8 @@ def pooling_of(recipe: Recipe, config: Any, file: Path | None) -> str:
                 f"set embedding.pooling to one of {', '.join(_NAMES)}",
             )
         return known[0]
-    return "last" if model_configs.causal_key(config.to_dict()) is None else "mean"
+    decodes = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return "last" if decodes and model_configs.causal_key(config.to_dict()) is None else "mean"
 
 
 def write_modules(folder: Path, source: Any) -> None:
