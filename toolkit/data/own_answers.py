@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.data.rows import IGNORE
 from toolkit.recipe import Recipe
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 _ROWS_AT_ONCE = 10_000
 
@@ -27,13 +24,12 @@ def prompt_lengths(labels: Array, lengths: Array) -> Array:
     """
     trained = labels != IGNORE
     begins = np.flatnonzero(trained & ~np.append(False, trained[:-1]))
-    ends = lengths.cumsum()
-    found: Array = begins[np.searchsorted(begins, ends) - 1] - (ends - lengths)
-    return found
+    ends: Array = lengths.cumsum(dtype=np.int64)
+    return np.asarray(begins[np.searchsorted(begins, ends) - 1] - (ends - lengths), dtype=np.int64)
 
 
-def prompts_of(rows: Dataset) -> Array:
-    """The same of a data set."""
+def prompts_of(rows: Any) -> Array:
+    """The same of a data set; importing its library would delay plans."""
     parts = [np.empty(0, np.int64)]
     for table in rows.with_format("arrow").select_columns("labels").iter(_ROWS_AT_ONCE):
         labels: Any = table["labels"].combine_chunks()
