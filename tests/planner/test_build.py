@@ -432,6 +432,26 @@ def test_a_teacher_is_counted_whole_on_each_device_with_its_pass() -> None:
     assert whole.work.step_seconds.value > 1.5 * without.work.step_seconds.value
 
 
+def test_answers_that_a_student_writes_are_counted_by_their_share() -> None:
+    name = "qwen3_0_6b_distill_from_8b"
+
+    def planned(*overrides: str) -> Plan:
+        recipe = load_checked(name, ["data.packing=false", *overrides]).recipe
+        return estimate(recipe, name, find("h100x8"), advice=False)
+
+    none, every, half = planned(), planned("distillation.on_policy=1"), planned("distillation.on_policy=0.5")
+    longer = planned("distillation.on_policy=1", "rollout.max_completion_tokens=512")
+    caches = [plan.memory[0].phases.get("generation", {}).get("cache", 0) for plan in (none, half, every)]
+    assert caches[0] == 0 < caches[1] <= caches[2]
+    seconds = [plan.work.generation_seconds or 0.0 for plan in (none, half, every, longer)]
+    assert seconds[0] == 0 < seconds[1] <= seconds[2] and seconds[3] == pytest.approx(2 * seconds[2], rel=0.1)
+    assert every.work.step_seconds.value - none.work.step_seconds.value == pytest.approx(seconds[2], rel=0.05)
+    # The teacher answers nothing: it is asked once, as without.
+    assert every.work.hardware_flops_per_step == none.work.hardware_flops_per_step
+    parts = every.memory[0].phases
+    assert parts["generation"]["teacher"] == parts["teacher"]["teacher"] and "evaluation" in parts
+
+
 def test_the_first_pass_over_texts_is_planned_where_a_step_has_several_micro_batches(traced: None) -> None:
     counted = DataStatistics(1000, 400_000, 2_000, 2000, 80_000_000, (200.0,) * 1001)
     steps = {"schedule.max_steps": 10, "batch.global_batch_size": 16, "objective": "embedding"}

@@ -501,7 +501,7 @@ def test_only_what_can_be_trained_is_warned_of() -> None:
         "early-stopping-min-delta",
     }
     overridden = {"data-format", "data-columns", "data-ignore"}
-    unusual = {*UNUSUAL_RULES, "teacher-itself"}
+    unusual = {*UNUSUAL_RULES, "teacher-itself", "on-policy-cross-entropy"}
     assert {name for name, rule in RULES.items() if rule.warns} == {*unusual, *switched_off, *overridden}
 
 

@@ -28,6 +28,7 @@ OWN = "rewards.file=own.py"
 DISTILLS = "objective=distillation"
 TEACHER = "distillation.teacher.path"
 TAUGHT = [DISTILLS, f"{TEACHER}=a/b"]
+WRITES = [*TAUGHT, "distillation.on_policy=0.5"]
 LABELS = ["objective=classification"]
 REWARD = ["objective=reward"]
 EMBED = ["objective=embedding"]
@@ -670,6 +671,24 @@ CASES = [
     ("distillation-objective", ["distillation.beta=0.5"], ["~distillation.beta"]),
     ("distillation-objective", [f"{TEACHER}=a/b"], ["~distillation.teacher"]),
     ("distillation-objective", [f"{TEACHER}=a/b"], [DISTILLS]),
+    ("rollout-objective", [*TAUGHT, "rollout.top_p=0.9"], ["distillation.on_policy=1"]),
+    ("rollout-length", [*WRITES, "batch.seq_len=100"], ["rollout.max_completion_tokens=50"]),
+    *(
+        (rule, [*WRITES, *broken], fix)
+        for rule, broken, change in (
+            ("on-policy-prompts", ["data.train_on=all"], ["~data.train_on"]),
+            ("on-policy-packing", ["data.packing=true"], ["data.packing=false"]),
+            ("on-policy-streaming", STREAM, ["data.streaming=false"]),
+            ("on-policy-generations", ["rollout.num_generations=4"], ["~rollout.num_generations"]),
+            ("on-policy-system", ["rollout.system=Answer."], ["~rollout.system"]),
+            ("on-policy-server", ["rollout.server=http://localhost:8000"], ["~rollout.server"]),
+        )
+        for fix in (change, ["distillation.on_policy=0", *(["~rollout"] if "rollout" in change[0] else [])])
+    ),
+    *(
+        ("on-policy-cross-entropy", [*WRITES, "distillation.on_policy=1", "distillation.ce_share=0.1"], [fix])
+        for fix in ("distillation.ce_share=0", "distillation.on_policy=0.9")
+    ),
     ("teacher-none", [DISTILLS], [f"{TEACHER}=Qwen/Qwen3-8B"]),
     ("teacher-no-folder", [DISTILLS, f"{TEACHER}=./nowhere"], [f"{TEACHER}=existing"]),
     ("teacher-no-folder", [DISTILLS, f"{TEACHER}=m/x.gguf"], [f"{TEACHER}=a/b"]),

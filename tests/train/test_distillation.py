@@ -17,14 +17,18 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.common import UserError
+from toolkit.data.collate import documents_of
+from toolkit.data.rows import IGNORE
 from toolkit.models.load import ModelSource
 from toolkit.models.teacher import check_vocabulary, open_teacher
 from toolkit.recipe.distillation import Teacher
 from toolkit.recipe.rules import load_checked
 from toolkit.train.evaluate import evaluate
 from toolkit.train.main import main
+from toolkit.train.rollouts import uniform
 
 DISTILL = ["objective=distillation", "distillation.teacher.path=teacher"]
+OWN = [*DISTILL, "distillation.on_policy=1", "rollout.max_completion_tokens=6"]
 LOSSES = {
     "forward": {},
     "reverse": {"beta": 1.0},
@@ -178,6 +182,154 @@ def test_a_run_goes_on_as_if_it_had_not_stopped() -> None:
     Path("runs/stopped/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     trained("stopped", *DISTILL, "checkpoint.save_steps=2", "checkpoint.rehearse=false")
     assert losses(Path("runs/stopped")) == losses(whole)
+
+
+def step_of(trainer: Any, rows: list[list[int]], step: int) -> tuple[list[dict[str, Any]], Any]:
+    """The micro-batches of a step as they are trained, and the number of their trained tokens."""
+    trainer.state.global_step = step
+    given = [trainer.data_collator([trainer.train_dataset[row] for row in part]) for part in rows]
+    batches, count = trainer.get_batch_samples(iter(given), len(given), trainer.args.device)
+    return batches, count
+
+
+def rows_in(batches: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[int]]]:
+    """Prompt to the tokens behind it and their labels."""
+    found = {}
+    for row in (row for batch in batches for row in documents_of(batch) if set(row["labels"]) != {IGNORE}):
+        ids, labels = row["input_ids"], row["labels"]
+        place = max(place for place in range(len(ids)) if labels[place] != IGNORE and labels[place - 1] == IGNORE)
+        found[str(ids[:place])] = (ids[place:], labels[place:])
+    return found
+
+
+def test_a_student_answers_by_its_current_weights_token_by_token() -> None:
+    """Each token is the one that a number picks of the model's distribution, recomputed by plain forward passes."""
+    session = set_up(*OWN, "rollout.temperature=0.7")
+    trainer = session.trainer
+    before, _ = step_of(trainer, [[0, 3], [5, 7]], 2)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(
+                0.3 * parameter.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
+    batches, count = step_of(trainer, [[0, 3], [5, 7]], 2)
+    found = rows_in(batches)
+    assert len(found) == 4 and found != rows_in(before)
+    total = 0
+    for row in (0, 3, 5, 7):
+        example = session.prepared.train[row]
+        ids, length = example["input_ids"], last_prompt(example["labels"])
+        _, *numbers = uniform(session.recipe.seed, 2, ids, 1, 7)[0]
+        asked, wanted = ids[:length], []
+        while len(wanted) < 6 and not (wanted and wanted[-1] in session.stop_token_ids):
+            with torch.no_grad():
+                logits = trainer.model.eval()(input_ids=torch.tensor([[*asked, *wanted]])).logits[0, -1]
+            shares = (logits.double() / 0.7).softmax(0).cumsum(0)
+            wanted.append(int(torch.searchsorted(shares, torch.tensor(numbers[len(wanted)], dtype=torch.float64))))
+        assert found[str(asked)] == (wanted, wanted)
+        total += len(wanted)
+    assert int(count) == total
+    assert trainer.take_tokens() > total and trainer.shown[0].keys() == {"prompt", "answer"}
+
+
+def last_prompt(labels: list[int]) -> int:
+    """Tokens before the last run of trained ones."""
+    end = max(place for place, label in enumerate(labels) if label != IGNORE)
+    return 1 + max(place for place in range(end) if labels[place] == IGNORE)
+
+
+def test_which_rows_are_answered_and_how_depends_on_nothing_beside_them() -> None:
+    """Neither on the rows beside them, nor, of the answers, on the share; without an answer a row stays what it is."""
+    half, every = (set_up(*OWN, f"distillation.on_policy={share}").trainer for share in (0.5, 1))
+    rows = [*range(12)]
+    together = rows_in(step_of(half, [rows], 1)[0])
+    apart = rows_in(step_of(half, [rows[7:], rows[3:7], rows[:3]], 1)[0])
+    assert together == apart
+    whole, given = (
+        rows_in(step_of(every, [rows], 1)[0]),
+        rows_in([half.data_collator([*map(half.train_dataset.__getitem__, rows)])]),
+    )
+    own = {prompt for prompt, answer in together.items() if answer != given[prompt]}
+    assert 2 <= len(own) <= 10
+    assert all(together[prompt] == (whole if prompt in own else given)[prompt] for prompt in together)
+    assert rows_in(step_of(half, [rows], 2)[0]) != together
+
+
+@pytest.mark.parametrize("more", [[], ["model.attention=torch_varlen"]], ids=["padded", "flat"])
+@pytest.mark.parametrize("beta", [0.0, 0.4])
+def test_the_loss_of_own_answers_is_that_of_all_their_logits_and_trls(beta: float, more: list[str]) -> None:
+    gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
+    session = set_up(*OWN, f"distillation.beta={beta}", *more)
+    trainer = session.trainer
+    batches, count = step_of(trainer, [[1, 2], [4, 8, 9]], 0)
+    losses = [trainer.compute_loss(trainer.model.train(), batch, num_items_in_batch=count) for batch in batches]
+    own, theirs, labels = [], [], []
+    for prompt, (answer, _) in rows_in(batches).items():
+        asked = json.loads(prompt)
+        ids = torch.tensor([[*asked, *answer]])
+        with torch.no_grad():
+            own.append(trainer.model.eval()(input_ids=ids).logits[0, len(asked) - 1 : -1])
+            theirs.append(trainer.teacher.model(input_ids=ids).logits[0, len(asked) - 1 : -1])
+        labels += answer
+    student, teacher = torch.cat(own), torch.cat(theirs)
+    assert len(labels) == int(count) == len(student)
+    wanted = written_out(student, teacher, torch.tensor(labels), beta=beta).sum() / count
+    assert sum(loss.item() for loss in losses) == pytest.approx(wanted.item(), rel=2e-6)
+    both = (student[None], teacher[None, :, : student.shape[1]])
+    trls = gkd.GKDTrainer.generalized_jsd_loss(*both, labels=torch.zeros(1, len(student)), beta=beta)
+    assert sum(loss.item() for loss in losses) == pytest.approx(trls.item(), rel=2e-6)
+
+
+def test_rows_whose_prompts_leave_no_room_keep_their_answers() -> None:
+    longest, known = 6, set_up(*OWN).prepared.train
+    lengths = sorted(last_prompt(row["labels"]) for row in known)
+    room = lengths[len(lengths) // 2]
+    tight = set_up(*OWN, "data.over_long=truncate", f"batch.seq_len={room + longest}").trainer
+    rows = [*range(len(tight.train_dataset))]
+    given = rows_in([tight.data_collator([tight.train_dataset[row] for row in rows])])
+    found = rows_in(step_of(tight, [rows], 0)[0])
+    for prompt, answer in found.items():
+        assert (answer != given[prompt]) == (len(json.loads(prompt)) <= room)
+    said = tight.told([1.0, *tight._seen.tolist()[1:]])
+    assert said["on_policy"] == sum(found[each] != given[each] for each in found) / len(found) < 1
+    assert 0 < said["answer_tokens"] <= longest and 0 <= said["cut"] <= 1
+
+
+def test_a_run_on_its_own_answers_says_so_and_goes_on_as_if_it_had_not_stopped() -> None:
+    """Whatever the micro-batch and its layout."""
+    settings = [
+        *OWN,
+        "distillation.on_policy=0.7",
+        "optimizer.learning_rate=1e-3",
+        "checkpoint.save_steps=2",
+        "checkpoint.rehearse=false",
+    ]
+    run = trained("own", *settings, "data.eval_split=0.3", "evaluation.every_steps=2")
+    first, *_, last = [row for row in metrics(run) if "eval_loss" in row]
+    assert last["eval_kl"] < first["eval_kl"]
+    steps = [row for row in metrics(run) if "loss" in row]
+    assert all(0 <= row["on_policy"] <= 1 for row in steps) and {"answer_tokens", "cut"} <= steps[-1].keys()
+    lines = [json.loads(line) for line in (run / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert lines and {"prompt", "answer"} == lines[0]["answers"][0].keys()
+    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["plan"]["work"]["generation_seconds"] > 0
+    assert "70% of the answers the student's own" in (run / "final" / "README.md").read_text(encoding="utf-8")
+    for way in (
+        ["batch.micro_batch_size=1"],
+        ["batch.micro_batch_size=4", "model.attention=torch_varlen"],
+        ["rollout.batch_size=1"],
+    ):
+        other = trained("-".join(["own", *way]).replace("/", "-"), *settings, "data.eval_split=0.3", *way)
+        assert losses(other) == pytest.approx(losses(run), rel=1e-5)
+    wanted, tokens = losses(run), [row["tokens"] for row in steps]
+    (run / "manifest.json").write_text(
+        json.dumps(manifest | {"status": "interrupted", "final": None}), encoding="utf-8"
+    )
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoints" / "checkpoint-4")
+    trained("own", *settings, "data.eval_split=0.3", "evaluation.every_steps=2")
+    assert losses(run) == wanted
+    assert [row["tokens"] for row in metrics(run) if "loss" in row] == tokens
 
 
 def test_a_teacher_with_other_tokens_is_refused_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,14 @@ SETTINGS = {
         *(*METHODS["qlora"], "optimizer.eps=1.0e-4", "distillation.beta=1"),
         "distillation.teacher.quantization=nf4",
     ],
+    "own": [
+        *(*METHODS["full"], "optimizer.eps=1.0e-4", "distillation.on_policy=1", "rollout.max_completion_tokens=4"),
+        "distillation.ce_share=0",
+    ],
+    "half": [
+        *(*METHODS["lora"], "optimizer.eps=1.0e-4", "distillation.on_policy=0.5", "rollout.max_completion_tokens=4"),
+        "rollout.batch_size=3",
+    ],
     "packed": [*METHODS["lora"], "optimizer.eps=1.0e-4", "data.packing=true", "data.over_long=drop"],
 }
 CORE = [
@@ -40,6 +48,8 @@ CORE = [
     ("lora", "zero2", 1),
     ("lora", "fsdp", 1),
     ("qlora", "ddp", 1),
+    ("own", "zero3", 1),
+    ("half", "fsdp", 2),
 ]
 FULL = [
     (method, engine, size) for method in SETTINGS for engine in ("ddp", "zero2", "zero3", "fsdp") for size in (1, 2)

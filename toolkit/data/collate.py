@@ -245,11 +245,22 @@ class PromptCollator:
 
     def answered(self, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Any]:
         """Tensors for prompts and their answers, all whose tokens are trained, with `answer_tokens`."""
-        rows = [
-            {"input_ids": [*asked, *given], "labels": [*[IGNORE] * len(asked), *given]}
-            for asked, given in zip(prompts, answers, strict=True)
-        ]
-        return _counted(self.whole, rows)
+        return _counted(self.whole, [*map(answered_row, prompts, answers)])
+
+
+def answered_row(asked: list[int], given: list[int]) -> dict[str, Any]:
+    """A prompt with an answer to it, all whose tokens are trained."""
+    return {"input_ids": [*asked, *given], "labels": [*[IGNORE] * len(asked), *given]}
+
+
+def documents_of(batch: dict[str, Any]) -> list[dict[str, list[int]]]:
+    """The rows that a `Collator` has laid out, `padded` or `flat`, in order; padding may be one more, untrained."""
+    ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
+    if "cu_seq_lens_q" in batch:
+        parts = [(0, slice(*ends)) for ends in itertools.pairwise(batch["cu_seq_lens_q"].tolist())]
+    else:
+        parts = [(row, slice(length)) for row, length in enumerate(batch["attention_mask"].sum(1).tolist())]
+    return [{"input_ids": ids[row][part], "labels": labels[row][part]} for row, part in parts]
 
 
 def _counted(whole: Collator, answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from toolkit.data.classes import survey
 from toolkit.data.encode import Encoder
 from toolkit.data.messages import without_use
 from toolkit.data.mixture import mix
+from toolkit.data.own_answers import longest_rows, prompts_of
 from toolkit.data.problems import find_problems
 from toolkit.data.rows import Chat, Sample, from_json, sides
 from toolkit.data.sources import Reader, open_source
@@ -192,12 +193,17 @@ def _count(path: Path, audit: auditing.Audit, recipe: Recipe) -> DataStatistics:
         documents = pc.list_flatten(train.with_format("arrow")[:]["seq_lengths"]).to_numpy()
     if (path / "eval").is_dir():
         held_out = of_sides(Dataset.load_from_disk(str(path / "eval")))
+    trained = audit.train.trained_tokens
+    if recipe.on_policy:
+        prompts = prompts_of(train)
+        documents = lengths = longest_rows(recipe, lengths, prompts)
+        both, trained = lengths[:, None], int((lengths - prompts).sum())
     if recipe.reinforces:
         return answered(recipe, lengths, held_out[:, 0] if audit.eval else held_out[:0, 0])
     return DataStatistics(
         rows=len(lengths),
         tokens=int(lengths.sum()),
-        trained_tokens=audit.train.trained_tokens,
+        trained_tokens=trained,
         documents=len(documents),
         squared_tokens=int((documents.astype(np.float64) ** 2).sum()),
         quantiles=tuple(np.quantile(both.max(axis=1), np.linspace(0, 1, 1001)).tolist()),

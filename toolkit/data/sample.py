@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from toolkit.common import UserError, first_line
 from toolkit.data import readers
+from toolkit.data.own_answers import longest_rows
 from toolkit.data.readers import RawRow
 from toolkit.data.recognition import recognise
 from toolkit.data.rows import (
@@ -62,6 +63,9 @@ def sampled(recipe: Recipe) -> DataStatistics | None:
     try:
         train = [_Side(source, counter) for source in data.training_sources()]
         held_out = [_Side(source, counter) for source in data.evaluation_sources()]
+        if recipe.on_policy:
+            for side in train:
+                side.counted = _answered(recipe, side.counted)
     except (UserError, OSError, ValueError, RecursionError, NotImplementedError):
         return None  # What is wrong with it is said elsewhere.
     return _figures(recipe, train, held_out, counter)
@@ -151,6 +155,15 @@ class _Counter:
                     yield f"{message['content'] or ''}{calls}", trained
                 if tools:
                     yield json.dumps(tools), prompts
+
+
+def _answered(recipe: Recipe, counted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What was counted of rows, as it is with the longest answers that a student may write; one answer is taken to be
+    all that is trained of a row."""
+    lengths, trained, targets = counted
+    prompts = lengths - trained
+    longest = longest_rows(recipe, lengths, prompts)
+    return np.stack([longest, longest - prompts, targets])
 
 
 class _Side:

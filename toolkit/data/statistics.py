@@ -168,7 +168,7 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
         "objective": recipe.rows_for,
         "seq_len": recipe.batch.seq_len,
         "seed": recipe.seed,
-        **({"rollout": recipe.rollout.model_dump(mode="json", exclude={"server"})} if recipe.reinforces else {}),
+        **({"rollout": recipe.rollout.model_dump(mode="json", exclude={"server"})} if recipe.writes else {}),
         **({"embedding": recipe.embedding.model_dump(mode="json")} if recipe.embeds else {}),
         # The built-in rows are the docstrings of Python itself.
         "python": sys.version,

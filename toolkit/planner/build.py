@@ -77,7 +77,7 @@ class _Question:
         heads = model_configs.attention_widths(self.config)
         workload = Workload(recipe, layout, hardware, trace, heads=heads, teacher=taught)
         experts = model_configs.experts(self.config)
-        if recipe.reinforces:
+        if recipe.writes:
             workload = dataclasses.replace(workload, cache=cache_of(self.config, trace.whole(), longest))
         if layout.pipeline > 1:
             load = micro_load(recipe, layout, self.statistics, backend)

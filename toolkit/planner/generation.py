@@ -1,4 +1,4 @@
-"""What generating answers takes while a model is trained by rewards: memory for what sequences keep, and time.
+"""What generating answers takes while a model is trained on its own: memory for what sequences keep, and time.
 
 Each token of an answer reads all weights and all that is kept of the sequences once, which decides on GPUs, and passes
 the layers, which decides on CPUs and for many sequences at once. Answers are taken to be as long as they may be.
@@ -24,13 +24,22 @@ temperature, probabilities and what is left of them in fp32, cumulated ones in f
 
 def generates(recipe: Recipe) -> bool:
     """Whether the processes that train generate answers, and not a server."""
-    return recipe.reinforces and recipe.rollout.server is None
+    return recipe.writes and recipe.rollout.server is None
+
+
+def of_step(recipe: Recipe, layout: BatchLayout) -> int:
+    """Answers that a process generates for a step. Where a share of rows is drawn for it, there are three standard
+    deviations more than expected, which are seldom exceeded."""
+    rows = layout.in_sequences.micro_batch_size * layout.gradient_accumulation_steps
+    if recipe.reinforces:
+        return rows
+    share = recipe.distillation.on_policy
+    return min(rows, math.ceil(rows * share + 3 * math.sqrt(rows * share * (1 - share))))
 
 
 def sequences(recipe: Recipe, layout: BatchLayout) -> int:
     """Answers that a process generates at once."""
-    of_step = layout.in_sequences.micro_batch_size * layout.gradient_accumulation_steps
-    return min(recipe.rollout.batch_size or of_step, of_step)
+    return min(recipe.rollout.batch_size or of_step(recipe, layout), of_step(recipe, layout))
 
 
 def vocabulary(trace: Trace) -> int:
@@ -47,8 +56,7 @@ def kept(workload: Workload, count: int) -> float:
 def turns(workload: Workload) -> tuple[int, int]:
     """How often a process generates in a step, and how many answers each time."""
     at_once = sequences(workload.recipe, workload.layout)
-    of_step = workload.layout.in_sequences.micro_batch_size * workload.layout.gradient_accumulation_steps
-    return math.ceil(of_step / at_once), at_once
+    return math.ceil(of_step(workload.recipe, workload.layout) / at_once), at_once
 
 
 def prompt_tokens(workload: Workload, load: Load) -> float:

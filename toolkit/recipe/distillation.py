@@ -47,6 +47,9 @@ class Distillation(Section):
     """By what the logits of both models are divided; the loss is not multiplied by its square, as in GKD and TRL."""
     ce_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of the loss that is the ordinary cross-entropy of the trained tokens; the rest is the divergence."""
+    on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The share of rows whose last answer the student writes itself, as `rollout` says, before it learns from
+    them: GKD's `lmbda`. Evaluations keep to given answers."""
 
 
 def published(path: str) -> str:

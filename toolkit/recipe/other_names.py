@@ -25,6 +25,7 @@ SAME = {
         *("pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size", "pp_size", "pp"),
         "pipeline_parallel",
     ),
+    "distillation.on_policy": ("lmbda",),
     "rollout.max_completion_tokens": ("max_completion_length",),
     "rollout.server": ("vllm_server_base_url",),
     "policy.server_cap": ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
@@ -249,7 +250,6 @@ ADVICE = {
         ("teacher_model_name_or_path", "teacher_model"),
         "set objective: distillation, and the path of distillation.teacher to it",
     ),
-    "lmbda": "remove it: a student learns from the answers in the rows, not from its own",
     "reward_funcs": "name rewards instead, e.g. rewards.numeric=true, or a Python file of your own in rewards.file",
     "max_prompt_length": "remove it: batch.seq_len bounds prompt and answer together",
     **dict.fromkeys(

@@ -165,7 +165,8 @@ class Rewards(Section):
 
 
 class Rollout(Section):
-    """How a model is asked for the answers that it learns from, for `objective: grpo` and `rloo`."""
+    """How a model is asked for the answers that it learns from, for `objective: grpo` and `rloo`, and for students that
+    write answers, `distillation.on_policy`."""
 
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Answers to each prompt, which are compared with each other. A row of a step, `batch.global_batch_size`, is a

@@ -347,6 +347,16 @@ class Recipe(Section):
         return self.objective == DISTILLATION
 
     @property
+    def on_policy(self) -> bool:
+        """Whether a student learns from its teacher on answers that it writes itself."""
+        return self.distills and self.distillation.on_policy > 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether the model learns from answers that it gives itself, whatever it learns of them."""
+        return self.reinforces or self.on_policy
+
+    @property
     def rows_for(self) -> str:
         """The objective by which rows are read, and computed with: a student's are those of `sft`."""
         return "sft" if self.distills else self.objective

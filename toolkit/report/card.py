@@ -324,6 +324,11 @@ def _distillation(recipe: Recipe) -> str:
     parts = [f"from {_shown(concealed(teacher.path))}{stored}", f"beta {settings.beta:g}"]
     parts.append(f"temperature {settings.temperature:g}")
     parts += [f"cross-entropy {settings.ce_share:.0%} of the loss"] if settings.ce_share else []
+    if settings.on_policy:
+        asked = recipe.rollout
+        drawn = f"up to {asked.max_completion_tokens:,} tokens at temperature {asked.temperature:g}"
+        drawn += f", top-p {asked.top_p:g}" if asked.top_p < 1 else ""
+        parts.append(f"{settings.on_policy:.0%} of the answers the student's own, of {drawn}")
     return ", ".join(parts)
 
 

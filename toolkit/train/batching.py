@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.data.batches import ALIGNED, FixedOrder, MicroBatches, Repeated
 from toolkit.data.collate import AnswerCollator, Collator, JudgedCollator, Layout, PartCollator, PromptCollator
 from toolkit.data.head_batches import HeadCollator
+from toolkit.data.own_answers import longest_rows, prompts_of
 from toolkit.data.prepare import answer_lengths, sequence_lengths
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention, device
@@ -77,6 +78,8 @@ def micro_batches(recipe: Recipe, train: Any, collates: Collates, layout: BatchL
     """The micro-batches of a run of so many steps over rows that are tokenised already."""
     several = recipe.prefers or recipe.embeds
     lengths = answer_lengths(train) if several else sequence_lengths(train, recipe.objective == "seq2seq")
+    if recipe.on_policy:
+        lengths = longest_rows(recipe, lengths[:, 0], prompts_of(train))[:, None]
     # The answers of other rows are scored before, without gradients.
     lengths = lengths[:, :1] if recipe.judges else lengths
     order: Any = FixedOrder(len(lengths), recipe.seed, recipe.data.shuffle)

@@ -49,7 +49,7 @@ def step_tokens(session: Session) -> Callable[[int, int], tuple[int, float | Non
     sequences are assumed.
     """
     batches, layout = session.trainer.batches, session.layout
-    if session.recipe.reinforces:  # Answers are counted when they are there.
+    if session.recipe.writes:  # Answers are counted when they are there.
         return lambda first, last: (session.trainer.take_tokens(), None)
     if batches is None:
         return lambda first, last: ((last - first) * layout.tokens_per_step, None)
@@ -86,7 +86,7 @@ class Meter(TrainerCallback):
         self._paused = 0.0
         # Encoder-decoders say no more.
         self._said = lambda: getattr(session.trainer, "said", ())
-        self._counts_itself = session.recipe.reinforces
+        self._counts_itself = session.recipe.writes
         self._trainer, self._work = session.trainer, guard.plan.work if guard else None
         self.last: dict[str, Any] = {}
         self._unwritten = b""
@@ -98,7 +98,7 @@ class Meter(TrainerCallback):
         self._started = time.monotonic() - earlier.get("seconds", 0.0)
         self.energy = energy_meter(self._world, torch.cuda.is_available(), earlier.get("energy_kwh", 0.0))
         if self._counts_itself:
-            self._total_tokens = earlier.get("tokens", 0)
+            self._total_tokens = self.last.get("tokens", 0)
         else:
             self._total_tokens, _ = self._tokens(0, self._step)
         self._step_time = time.monotonic()

@@ -3,10 +3,15 @@ compares two distributions in place of one that scores a label."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from toolkit.data.collate import answered_row, documents_of
+from toolkit.data.own_answers import prompt_lengths, writable
+from toolkit.data.rows import IGNORE
 from toolkit.distributed.engines import teacher_dtype
 from toolkit.models.coverage import stored_form
 from toolkit.models.cpu_head import judged_by
@@ -17,33 +22,102 @@ from toolkit.models.teacher import Teacher, require_fused
 from toolkit.recipe.distillation import Distillation
 from toolkit.recipe.teaching import of_teacher
 from toolkit.report.rewards import MARGIN
+from toolkit.train.rollouts import Asker, keep_answers, uniform
 from toolkit.train.scoring import Z
 from toolkit.train.session import Session
 from toolkit.train.told import Telling
 from toolkit.train.trainer import CausalTrainer
 
 _WITH_INTERVALS = ("kl", "agreement")
+OF_ANSWERS = ("on_policy", "answer_tokens", "cut")
+"""What is told of a step whose answers a student writes itself: their share of its rows, their length on average, and
+the share of them that their limit ended."""
 
 
 class DistillationTrainer(Telling, CausalTrainer):
-    """A causal model that learns from a teacher. Set `teacher` and `settings` once it is made."""
+    """A causal model that learns from a teacher. Set `teacher` and `settings` once it is made, and `asker` where it
+    writes answers itself."""
 
-    said = FIGURES
+    said = (*FIGURES, *OF_ANSWERS)
     teacher: Teacher
     settings: Distillation
+    data_collator: Any
+    asker: Asker | None = None
+    folder: Path | None = None
+    """The run's, on the process that writes it."""
+    _computed: int = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shown: list[dict[str, Any]] = []
+        """A prompt of the newest step on this process, with the student's answer to it."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of a step, in which the student has answered what it is to answer itself, and the number of
+        their trained tokens."""
+        batches, given = super().get_batch_samples(*args, **kwargs)
+        if self.asker is None or not batches:
+            return batches, given
+        rows = [[row for row in documents_of(batch) if set(row["labels"]) != {IGNORE}] for batch in batches]
+        self._write(self.asker, [row for batch in rows for row in batch])
+        batches = [self.data_collator.whole(batch) for batch in rows]
+        count = self._get_num_items_in_batch(batches, self.args.device)
+        self.waiting.trained = self.waiting.trained + count - given
+        return batches, count
+
+    def _write(self, asker: Asker, rows: list[dict[str, list[int]]]) -> None:
+        """Replaces last answers of a step's rows by the student's own.
+
+        Which, and by which words, follows from the seed, the step and the row's own tokens: numbers of its own say
+        first whether, and then draw token by token.
+        """
+        seed, longest = asker.recipe.seed, asker.recipe.rollout.max_completion_tokens
+        drawn = []
+        for row in rows:
+            choice, *numbers = uniform(seed, self.state.global_step, row["input_ids"], 1, 1 + longest)[0]
+            length = int(prompt_lengths(np.array(row["labels"]), np.array([len(row["labels"])]))[0])
+            if choice < self.settings.on_policy and writable(asker.recipe, length):
+                drawn.append((row, row["input_ids"][:length], numbers))
+        prompts = [prompt for _, prompt, _ in drawn]
+        answers = asker.drawn(self, prompts, np.array([each for *_, each in drawn]).reshape(-1, longest))
+        for (row, prompt, _), given in zip(drawn, answers, strict=True):
+            row.update(answered_row(prompt, given))
+        cut = sum(map(asker.is_cut, answers))
+        sums = [0.0] * (1 + len(FIGURES)) + [len(rows), len(answers), sum(map(len, answers)), cut]
+        self.see(torch.tensor(sums, dtype=torch.float64, device=self.args.device))
+        computed = torch.tensor(sum(len(row["input_ids"]) for row in rows), device=self.args.device)
+        self._computed += int(self.accelerator.reduce(computed, reduction="sum"))
+        self.shown = [
+            {"prompt": asker.text(prompt), "answer": asker.text(given)}
+            for prompt, given in zip(prompts[:1], answers, strict=False)
+        ]
+
+    def take_tokens(self) -> int:
+        """Tokens of rows that were trained on since this was last asked, of all processes."""
+        taken, self._computed = self._computed, 0
+        return taken
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Keeps an answer of the step, too."""
+        if "loss" in logs:
+            keep_answers(self.folder, self.state.global_step, self.shown)
+        super().log(logs, *args, **kwargs)
 
     def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Of a batch: the sum of the losses of its trained tokens, their number, and the routers' balance loss."""
         losses, told, trained, balance = self._judged(model, inputs)
         count = trained.sum()
         if model.training:
-            self.see(torch.cat([count[None], told.sum(0)]).double())
+            sums = torch.cat([count[None], told.sum(0)]).double()
+            self.see(torch.nn.functional.pad(sums, (0, 1 + len(OF_ANSWERS))))
         return losses.sum(), count, balance
 
     def told(self, sums: list[float]) -> dict[str, float]:
-        """See `FIGURES`; means over tokens."""
-        tokens, *others = sums
-        return {name: each / tokens for name, each in zip(FIGURES, others, strict=True)}
+        """See `FIGURES`, which are means over tokens, and `OF_ANSWERS`."""
+        tokens, *figures, rows, answers, answer_tokens, cut = sums
+        said = {name: each / tokens for name, each in zip(FIGURES, figures, strict=True)}
+        of_answers = dict(zip(OF_ANSWERS[1:], (answer_tokens / answers, cut / answers), strict=True)) if answers else {}
+        return said | ({"on_policy": answers / rows} if rows else {}) | of_answers
 
     def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Sums over a batch in double precision: the loss and the cross-entropy of tokens; of rows how many there are,

@@ -9,7 +9,6 @@ divided, and a run goes on from a checkpoint as if it had not stopped.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -30,13 +29,11 @@ from toolkit.recipe.reinforcement import Policy
 from toolkit.report.rewards import MARGIN
 from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import AnswerTrainer
-from toolkit.train.rollouts import Asker, Rollout, uniform
+from toolkit.train.rollouts import Asker, Rollout, keep_answers, uniform
 from toolkit.train.scoring import Z
 from toolkit.train.served_answers import ServedAnswers, seed_of
 from toolkit.train.watchdog import beat
 
-ANSWERS = "answers.jsonl"
-"""In the run folder, of each step that is logged: a prompt, its answers and their scores."""
 FILE = "rollouts.json"
 """In a checkpoint between two steps on the same answers: these answers, of all processes."""
 OF_SERVER = ("server_difference", "server_weight", "server_capped")
@@ -162,12 +159,9 @@ class PolicyTrainer(AnswerTrainer):
         return weights, [each.sum() for each in (apart, weights, capped)]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Keeps answers of the step, too: what is rewarded is not always what was meant."""
-        if "loss" in logs and self.folder and self.shown:
-            row = {"step": self.state.global_step, "answers": self.shown}
-            # For want of room no training ends; what it needs is written elsewhere.
-            with contextlib.suppress(OSError), (self.folder / ANSWERS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        """Keeps answers of the step, too."""
+        if "loss" in logs:
+            keep_answers(self.folder, self.state.global_step, self.shown)
         super().log(logs, *args, **kwargs)
 
     def told(self, sums: list[float]) -> dict[str, float]:
@@ -262,18 +256,7 @@ class PolicyTrainer(AnswerTrainer):
         settings = self.asker.recipe.rollout
         count, seed, longest = settings.num_generations, self.asker.recipe.seed, settings.max_completion_tokens
         numbers = np.concatenate([uniform(seed, step, row, count, longest) for row in asked])
-        prompts = [ids for ids in asked.values() for _ in range(count)]
-        size = settings.batch_size or len(prompts)
-        # Where parameters are divided, all processes generate as often; those that have no rows left do for nothing.
-        turns = max(gather_object([math.ceil(len(prompts) / size)]))
-        answers: list[list[int]] = []
-        with evaluating(self.model_wrapped), torch.no_grad():
-            for first in range(0, turns * size, size):
-                beat(f"generating the answers of step {step + 1}")
-                own = first < len(prompts)
-                part = slice(first, first + size) if own else slice(1)
-                found = self.asker.answers(self._module, prompts[part], self.args.device, numbers[part])
-                answers += found if own else []
+        answers = self.asker.drawn(self, [ids for ids in asked.values() for _ in range(count)], numbers)
         for place, row in enumerate(asked):
             yield row, answers[place * count : (place + 1) * count], None
 

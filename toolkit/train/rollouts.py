@@ -7,22 +7,29 @@ token at which the cumulated probability passes it.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 from toolkit.data.rewards import Answer, Scorer
 from toolkit.recipe import Recipe
-from toolkit.train.evaluate import generate
+from toolkit.train.evaluate import evaluating, generate
+from toolkit.train.watchdog import beat
 
 Numbers = NDArray[np.float64]
+ANSWERS = "answers.jsonl"
+"""In the run folder, of each step that is logged: a prompt, its answers and what is known of them."""
 
 
 @dataclass
@@ -57,9 +64,25 @@ class Rollout:
         return cls(**values | {name: np.array(values[name], dtype=np.float64) for name in ("scores", "gains")})
 
 
-def uniform(seed: int, step: int, row: int, answers: int, tokens: int) -> Numbers:
-    """(answers, tokens) numbers from 0 to 1 for the answers to a row in a step."""
+def uniform(seed: int, step: int, row: int | list[int], answers: int, tokens: int) -> Numbers:
+    """(answers, tokens) numbers from 0 to 1 for the answers to a row in a step.
+
+    Args:
+        row: Its number, or its tokens.
+    """
     return np.random.default_rng([seed, step, row]).random((answers, tokens))
+
+
+def keep_answers(folder: Path | None, step: int, answers: list[dict[str, Any]]) -> None:
+    """Adds some to `ANSWERS` of a run folder: what is learnt from is not always what was meant.
+
+    Args:
+        folder: On the process that writes it.
+    """
+    if folder and answers:
+        # For want of room no training ends; what it needs is written elsewhere.
+        with contextlib.suppress(OSError), (folder / ANSWERS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "answers": answers}, ensure_ascii=False) + "\n")
 
 
 class Drawn(LogitsProcessor):
@@ -138,6 +161,28 @@ class Asker:
                 device=device,
             )  # fmt: skip
         return [self._ended(ids) for ids in found.tolist()]
+
+    def drawn(self, trainer: Any, prompts: list[list[int]], numbers: Numbers) -> list[list[int]]:
+        """The same of a trainer's model before a step, as many at once as `rollout.batch_size` says. All processes call
+        this, each with prompts of its own.
+
+        Args:
+            numbers: (prompts, tokens) by which they are drawn.
+        """
+        size = self.recipe.rollout.batch_size or max(1, len(prompts))
+        # Where parameters are divided, all processes generate as often; those that have no rows left do for nothing.
+        turns = max(gather_object([math.ceil(len(prompts) / size)]))
+        spare = prompts[:1] or [[0]], numbers[:1] if prompts else np.zeros((1, numbers.shape[1]))
+        model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        answers: list[list[int]] = []
+        with evaluating(trainer.model_wrapped), torch.no_grad():
+            for first in range(0, turns * size, size):
+                beat(f"generating the answers of step {trainer.state.global_step + 1}")
+                part, own = slice(first, first + size), first < len(prompts)
+                asked, by = (prompts[part], numbers[part]) if own else spare
+                found = self.answers(model, asked, trainer.args.device, by)
+                answers += found if own else []
+        return answers
 
     def _ended(self, ids: list[int]) -> list[int]:
         end = next((place for place, token in enumerate(ids) if token in self.stops), len(ids) - 1)

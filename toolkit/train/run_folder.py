@@ -211,7 +211,8 @@ def _with_effect(values: dict[str, Any]) -> dict[str, Any]:
 def recipe_hash(recipe: Recipe) -> str:
     """Hash of all that decides the weights a run produces."""
     unread = set() if recipe.prefers else {"preference"}
-    unread |= set() if recipe.reinforces else {"rollout", "rewards", "policy"}
+    unread |= set() if recipe.reinforces else {"rewards", "policy"}
+    unread |= set() if recipe.writes else {"rollout"}
     unread |= set() if recipe.distills else {"distillation"}
     content = _with_effect(dict(flat(recipe.model_dump(exclude=unread))))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

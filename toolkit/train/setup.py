@@ -198,10 +198,11 @@ def set_up(
     trainer.classes = prepared.classes
     if recipe.embeds:
         trainer.embedding, trainer.pooling, trainer.group = recipe.embedding, source.pooling, layout.global_batch_size
-    if recipe.reinforces:
+    if recipe.writes:
         trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, Scorer(recipe.rewards))
-        trainer.resumed = folder.resume_from
         trainer.folder = folder.path if first else None
+    if recipe.reinforces:
+        trainer.resumed = folder.resume_from
         if server:
             trainer.served = ServedAnswers(server, recipe, stops, folder.path, types, start)
     if teaches:

@@ -198,10 +198,14 @@ class Step:
 
     def evaluation_seconds(self, load: Load) -> float:
         """One batch of held-out rows on each rank."""
+        asking = self._teacher.evaluation_seconds(load) if self._teacher else 0.0
+        return asking + self._reading_seconds(load)
+
+    def _reading_seconds(self, load: Load) -> float:
+        """A pass of the model itself, without gradients."""
         computing = self._pass_seconds(self._trace.passes["evaluation"], load)
         sending = [each for each in self._sent if each.during == "forward"]
-        asking = self._teacher.evaluation_seconds(load) if self._teacher else 0.0
-        return asking + computing + self._pipelined(sum(map(self._transfer_seconds, sending)), computing)
+        return computing + self._pipelined(sum(map(self._transfer_seconds, sending)), computing)
 
     def generation_seconds(self, count: int, prompt: float) -> float:
         """Answers to so many prompts of so many tokens, at once, each as long as it may be."""
@@ -214,7 +218,7 @@ class Step:
         held = states(self._workload)
         read = held.parameters + held.adapters + kept(self._workload, count)
         reading = read / (self._hardware.device.bandwidth * self._of(self._hardware.efficiency(self._dtype).bandwidth))
-        return self.evaluation_seconds(load(prompt)) + tokens * (self.evaluation_seconds(load(1.0)) + reading)
+        return self._reading_seconds(load(prompt)) + tokens * (self._reading_seconds(load(1.0)) + reading)
 
     def save_seconds(self, saved: Disk) -> float:
         """A checkpoint, until the process and the machine that write most of it have done so. For what comes after

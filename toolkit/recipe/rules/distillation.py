@@ -38,6 +38,16 @@ def _of_teacher(path: str, broken: Callable[[Model, Recipe], object], why: str, 
     return Rule(path, lambda r, _: is_broken(r), why, change)
 
 
+def _own(path: str, broken: Callable[[Recipe], object], why: str, change: str) -> Rule:
+    """What does not go with answers that the student writes itself."""
+    return Rule(
+        path,
+        lambda r, _: r.on_policy and bool(broken(r)),
+        f"{why}, and with distillation.on_policy the student writes answers",
+        f"{change}, or set distillation.on_policy=0",
+    )
+
+
 def _config(model: Model) -> dict[str, Any]:
     return model_configs.config_of(model) or {}
 
@@ -145,6 +155,49 @@ DISTILLATION_RULES = {
         lambda r, _: r.distills and _is_itself(r),
         "is what the student begins as, so that there is nothing to learn of it",
         f"set {_TEACHER}.path to a larger model, or method=qlora to recover what a quantized base has lost",
+        warns=True,
+    ),
+    "on-policy-prompts": _own(
+        "data.train_on",
+        lambda r: r.data.train_on == "all",
+        "all tokens are trained, so that nothing says where a prompt ends",
+        "remove data.train_on",
+    ),
+    "on-policy-packing": _own(
+        "data.packing",
+        lambda r: r.data.packing,
+        "rows are packed by the lengths of the answers that are given",
+        "set data.packing=false",
+    ),
+    "on-policy-streaming": _own(
+        "data.streaming",
+        lambda r: r.data.streaming,
+        "micro-batches are made of rows whose prompts are not known before",
+        "set data.streaming=false",
+    ),
+    "on-policy-generations": _own(
+        "rollout.num_generations",
+        lambda r: "num_generations" in r.rollout.changed(),
+        "a row has one answer",
+        "remove rollout.num_generations",
+    ),
+    "on-policy-system": _own(
+        "rollout.system",
+        lambda r: r.rollout.system is not None,
+        "rows have the system messages that they are to be learnt with",
+        "remove rollout.system",
+    ),
+    "on-policy-server": _own(
+        "rollout.server",
+        lambda r: r.rollout.server,
+        "servers answer for objectives with rewards alone",
+        "remove rollout.server",
+    ),
+    "on-policy-cross-entropy": Rule(
+        "distillation.ce_share",
+        lambda r, _: r.on_policy and r.distillation.on_policy == 1 and r.distillation.ce_share,
+        "to predict the tokens that it has drawn itself teaches a student nothing, and no other tokens are left",
+        "set distillation.ce_share=0, or distillation.on_policy below 1",
         warns=True,
     ),
     **{

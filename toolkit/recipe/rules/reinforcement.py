@@ -21,11 +21,12 @@ def _set(section: str) -> Callable[[Recipe], Iterable[str]]:
 
 def _unasked(section: str) -> Rule:
     """A section that other objectives do not read."""
+    others = ", or distillation.on_policy=1 for a student's own answers" if section == "rollout" else ""
     return Rule(
         section,
-        lambda r, _: not r.reinforces and getattr(r, section).changed(),
+        lambda r, _: not (r.writes if section == "rollout" else r.reinforces) and getattr(r, section).changed(),
         "objective {r.objective} learns from given answers, not from rewards of its own",
-        f"remove {{{section}_keys}}, or set objective={_OBJECTIVES}",
+        f"remove {{{section}_keys}}, or set objective={_OBJECTIVES}{others}",
         keys=_set(section),
     )
 
@@ -99,9 +100,9 @@ REINFORCEMENT_RULES = {
         "a function is described, but no file has it",
         "name it, or remove rewards.function, rewards.function_weight and rewards.trust_python",
     ),
-    "rollout-length": _not_here(
+    "rollout-length": Rule(
         "rollout.max_completion_tokens",
-        lambda r: r.rollout.max_completion_tokens >= r.batch.seq_len,
+        lambda r, _: r.writes and r.rollout.max_completion_tokens >= r.batch.seq_len,
         "leaves no room for prompts in batch.seq_len={r.batch.seq_len}",
         "set rollout.max_completion_tokens={half_length}, or batch.seq_len={twice_completion}",
     ),
