@@ -38,7 +38,7 @@ def session(folder: Path, length: Length, lengths: list[int], shuffle: bool = Tr
         prepared=SimpleNamespace(eval=[]),
         progress=Progress(),
         guard=guard,
-        recipe=SimpleNamespace(evaluation=SimpleNamespace(every_steps=4), reinforces=False),
+        recipe=SimpleNamespace(evaluation=SimpleNamespace(every_steps=4), writes=False),
     )
 
 
