@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.data.rows import IGNORE
 from toolkit.models.output_head import HeadChoice
-from toolkit.train import setup
+from toolkit.train import objectives
 from toolkit.train.main import main
 
 UNAWARE = """
 import cpu_engines
-import toolkit.train.setup as setup
+import toolkit.train.objectives as objectives
 from toolkit.models.output_head import HeadChoice
 
 def main(arguments):
-    setup.choose = lambda config, trust_remote_code, objective: HeadChoice()
+    objectives.choose = lambda config, trust_remote_code, objective: HeadChoice()
     return cpu_engines.main(arguments)
 """
 """An entry that finds out only from the weights."""
@@ -146,7 +146,7 @@ def test_engines_ask_a_tiny_copy_first(place: Path, ranks: Ranks) -> None:
 def test_the_weights_are_asked_before_the_first_step(
     place: Path, precision: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(setup, "choose", lambda config, trust_remote_code, objective: HeadChoice())
+    monkeypatch.setattr(objectives, "choose", lambda config, trust_remote_code, objective: HeadChoice())
     for model, head in (("modernbert", "own"), ("llama", "fused")):
         overrides = [f"model.path={model}", "max_steps=1", f"precision={precision}", f"output.name={model}"]
         assert main(["recipe=small", *overrides]) == 0

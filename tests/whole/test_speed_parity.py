@@ -14,7 +14,7 @@ from ranks import Ranks
 SLOW = """
 import toolkit.train.main as run
 import toolkit.models.adapters as adapters
-import toolkit.train.setup as setup
+import toolkit.train.objectives as objectives
 from toolkit.data.batches import MicroBatches
 from toolkit.models.output_head import HeadChoice
 
@@ -28,7 +28,7 @@ def by_number(arguments):
     return run.main(arguments)
 
 def main(arguments):
-    setup.choose = lambda *_: HeadChoice(fused=False, selects=False)
+    objectives.choose = lambda *_: HeadChoice(fused=False, selects=False)
     setup.StepCasts = lambda: None
     adapters.add_by_product = lambda model: None
     setup.ALIGNED = 1
