@@ -14,7 +14,9 @@ from ranks import Ranks
 SLOW = """
 import toolkit.train.main as run
 import toolkit.models.adapters as adapters
+import toolkit.train.batching as batching
 import toolkit.train.objectives as objectives
+import toolkit.train.setup as setup
 from toolkit.data.batches import MicroBatches
 from toolkit.models.output_head import HeadChoice
 
@@ -24,14 +26,14 @@ class ByNumber(MicroBatches):
         return iter(rows.tolist())
 
 def by_number(arguments):
-    setup.MicroBatches = ByNumber
+    batching.MicroBatches = ByNumber
     return run.main(arguments)
 
 def main(arguments):
     objectives.choose = lambda *_: HeadChoice(fused=False, selects=False)
     setup.StepCasts = lambda: None
     adapters.add_by_product = lambda model: None
-    setup.ALIGNED = 1
+    batching.ALIGNED = 1
     return by_number([*arguments, "compile=off", "model.attention=sdpa"])
 """
 """Rows as they come, cut by number and not by tokens; and all logits, attention over padded rows,
