@@ -86,7 +86,7 @@ def test_an_engine_equals_one_process(
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_demo_learns_with_a_real_model(tmp_path: Path, ranks: Ranks) -> None:
     """On real texts: questions find their answers among those of all held-out rows."""
     less = ["schedule.max_steps=4", "data.eval_max_samples=64", "evaluation.every_steps=4"]

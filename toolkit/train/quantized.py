@@ -247,7 +247,7 @@ class _Exporting:
         Args:
             roundings: How often outputs may be rounded otherwise to the type that the model computes in.
         """
-        allowed = max(READ_BACK, roundings * torch.finfo(self._settings["dtype"]).eps)
+        allowed = READ_BACK + roundings * torch.finfo(self._settings["dtype"]).eps
         if not apart <= allowed:  # NaN is not equal to anything.
             raise UserError(
                 f"the saved {self._form} model differs from the one that was saved: {what} outputs are apart by "
