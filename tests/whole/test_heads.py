@@ -89,20 +89,24 @@ def test_an_engine_equals_one_process(
         assert one.get("eval_entities") == other.get("eval_entities")
 
 
+_SHORT = ["schedule.max_steps=8", "data.eval_max_samples=32", "evaluation.every_steps=8", "batch.global_batch_size=8"]
+
+
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize(
-    ("objective", "figure", "reached"),
+    ("objective", "less", "figure", "reached"),
     [
-        pytest.param("reward", "accuracy", 0.65, marks=pytest.mark.matrix),
-        pytest.param("classification", "accuracy", 0.6, marks=pytest.mark.slow),
-        pytest.param("token_classification", "entity_f1", 0.5, marks=pytest.mark.slow),
+        pytest.param("reward", _SHORT, "accuracy", 0.65, marks=pytest.mark.matrix),
+        # At first all rows are taken for the commonest class, which seven in ten have.
+        pytest.param("classification", ["data.eval_max_samples=64"], "macro_f1", 0.5, marks=pytest.mark.matrix),
+        pytest.param("token_classification", _SHORT, "entity_f1", 0.5, marks=pytest.mark.slow),
     ],
+    ids=["reward", "classification", "token_classification"],
 )
 def test_the_demo_learns_with_a_real_model(
-    objective: str, figure: str, reached: float, tmp_path: Path, ranks: Ranks
+    objective: str, less: list[str], figure: str, reached: float, tmp_path: Path, ranks: Ranks
 ) -> None:
     """On real texts: held-out rows are told better than by chance, or by who always says the same."""
-    less = ["schedule.max_steps=8", "data.eval_max_samples=32", "evaluation.every_steps=8", "batch.global_batch_size=8"]
     first, last = before_and_after(objective, tmp_path, ranks, *less)
     assert last["eval_loss"] < first["eval_loss"]
     assert last[f"eval_{figure}"] >= reached > first[f"eval_{figure}"]
