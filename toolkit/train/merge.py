@@ -176,13 +176,15 @@ def _merge_into(
     proof["tolerance"] = min(MERGE_TOLERANCE, max(ROUNDING, EFFECT_TOLERANCE * proof["effect"]))
     adapted.merging = True
     try:
-        proof["distance"] = _distance(before, probe.logits(adapted))
+        wanted = probe.logits(adapted)
     except ValueError as error:
         raise UserError(f"the adapter cannot be merged: {error}", "nothing was written") from error
+    proof["distance"] = _distance(before, wanted)
     _require("merged model", proof["distance"], proof["tolerance"])
-    adapted.rounded = getattr(torch, types.export)
+    if types.export != "float32":
+        adapted.rounded = getattr(torch, types.export)
+        wanted = probe.logits(adapted)
     # How much rounding the weights moves scores is for people to judge: the fewer a head has, the more.
-    wanted = probe.logits(adapted)
     proof["distance_as_saved"] = _distance(before, wanted)
 
     _save(base.model(), Merged(adapted, getattr(torch, types.export)), types.export, folder)
