@@ -105,11 +105,16 @@ def test_what_cannot_be_asked_is_one_error(
 ) -> None:
     write_tasks(place / "tasks", "says", "other")
     (place / "tasks" / "lost.yaml").write_text(TASK.format(name="lost", folder=place / "nowhere"))
+    (place / "tasks" / "needy.yaml").write_text(
+        TASK.format(name="needy", folder=place / "tasks") + "process_results: !function needy.process_results\n"
+    )
+    (place / "tasks" / "needy.py").write_text("import module_of_no_package\n")
     run = trained("refused", *LORA)
     for arguments, said in (
         (["tasks=sayz", "include_path=tasks"], "did you mean `says`?"),
         (["tasks=says", "include_path=nowhere"], "there is no folder nowhere"),
         (["tasks=lost", "include_path=tasks", "before=false"], "lm-eval cannot ask lost"),
+        (["tasks=needy", "include_path=tasks", "before=false"], "the module module_of_no_package is not installed"),
     ):
         capsys.readouterr()
         assert cli(["evaluate", str(run), *arguments]) == 1

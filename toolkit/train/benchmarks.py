@@ -56,7 +56,8 @@ def evaluate_tasks(
         before: Whether the model that the run began with is asked too.
 
     Raises:
-        UserError: If lm-eval is not installed, a task is not known, or its data cannot be had.
+        UserError: If lm-eval or a module that a task needs is not installed, a task is not known, or its data cannot
+            be had.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -119,6 +120,11 @@ def _found(
         # It would ask git and the machine, for a report that is not read.
         with leave("get_git_commit_hash", lambda: ""), leave("add_env_info", lambda results: None):
             found: Found | None = evaluator.simple_evaluate(harness, **settings)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"lm-eval cannot ask {', '.join(settings['tasks'])}: the module {error.name} is not installed",
+            "lm-eval names what some tasks need in extras: `pip install 'lm-eval[tasks]'` has that of all of them",
+        ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"lm-eval cannot ask {', '.join(settings['tasks'])}: {in_a_line(error)}",
