@@ -206,7 +206,7 @@ def test_over_long_rows(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(UserError) as caught:
         prepare(recipe(path, seq_len=64), tokenizer, STOP, cache)
     assert "2 of 3 training rows are longer than `batch.seq_len: 64`" in str(caught.value)
-    assert "a.jsonl:" in str(caught.value) and "data.over_long" in str(caught.value)
+    assert "a.jsonl:" in str(caught.value) and "set `data.over_long` to drop or truncate" in str(caught.value)
     assert isinstance(caught.value, DataError)
     assert caught.value.audit.train.lengths.percentiles["max"] > 64  # the figures to choose seq_len by
 
@@ -224,6 +224,8 @@ def test_over_long_rows(tmp_path: Path, cache: Path) -> None:
 def test_long_text_is_split_without_losing_a_token(tmp_path: Path, cache: Path) -> None:
     document = "The quick brown fox. " * 4000
     (tmp_path / "a.txt").write_text(document)
+    with pytest.raises(UserError, match="with `objective: language_modelling`, split"):
+        prepare(recipe(tmp_path / "a.txt", seq_len=128), chatml_tokenizer(), STOP, cache)
     settings = recipe(tmp_path / "a.txt", seq_len=128, over_long="split", objective="language_modelling", shuffle=False)
     prepared = prepare(settings, chatml_tokenizer(), STOP, cache)
     assert "".join(texts(prepared)) == document + "<|im_end|>"

@@ -237,7 +237,7 @@ INPUT_RULES = {
         "data.over_long",
         lambda r, _: r.data.over_long == "split" and r.objective != "language_modelling",
         "cutting a chat or completion in two would train an answer without its question",
-        "use data.over_long=drop or truncate",
+        "use data.over_long=drop or truncate; of plain text, objective=language_modelling",
     ),
     "lm-trains-all": Rule(
         "data.train_on",
