@@ -318,6 +318,28 @@ def test_an_encoder_as_deep_as_the_decoder_is_traced_as_shallow(checkpointing: s
 
 
 @pytest.mark.matrix
+def test_encoder_and_decoder_with_configs_of_their_own_are_traced_as_shallow() -> None:
+    part = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "head_dim": 16, "vocab_size": 512}
+    part |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("t5gemma", encoder=dict(part), decoder=dict(part), vocab_size=512)
+    each = setting(
+        config=config.to_dict() | {"decoder_start_token_id": 1}, objective="seq2seq", layout="seq2seq",
+        attention="eager", masked=True,
+    )  # fmt: skip
+    found, fake = traced(each), FakeTensorMode(allow_non_fake_inputs=True)
+    assert found.layers == 6
+    with fake_kernels.installed(each):
+        choice = choose(load_config(each), objective="seq2seq")
+        assert len(build(each, 3, fake, encoder=True).encoder) == 3
+        whole = build(each, found.layers, fake)
+        for batch, length in ((2, 32), (4, 256)):
+            seen = passes.run(whole, each, choice, fake, batch, length).timelines
+            for phase in ("forward", "backward", "evaluation"):
+                live = max(sum(live) for live in seen[phase].live)
+                assert peak(found, Shape(found.layers, batch, length), phase) == pytest.approx(live, rel=0.01)
+
+
+@pytest.mark.matrix
 def test_one_trace_serves_batches_of_less_than_a_chunk_of_the_loss_too() -> None:
     long, short = (traced(setting(checkpointing="full", long=long)) for long in (True, False))
 

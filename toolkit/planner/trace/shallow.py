@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.quantizers import AutoHfQuantizer
 
@@ -187,8 +187,11 @@ def _dtypes(setting: Setting) -> Dtypes:
 
 
 def _text(config: Any) -> Any:
-    """The part of the config with the decoder's layers: of an encoder-decoder it would be a copy with other names."""
-    return config if config.is_encoder_decoder else config.get_text_config()
+    """The part of the config with the decoder's layers: of an encoder-decoder it would be a copy with other names, but
+    where encoder and decoder have configs of their own."""
+    if not config.is_encoder_decoder:
+        return config.get_text_config()
+    return config.decoder if isinstance(getattr(config, "decoder", None), PreTrainedConfig) else config
 
 
 def _depth_key(text: Any) -> str:
@@ -197,14 +200,17 @@ def _depth_key(text: Any) -> str:
 
 
 def _shorten(config: Any, depth: int, encoder: bool) -> None:
-    text = _text(config)
-    total = depth_of(config)
-    for key, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == total and total > 1 and key.endswith(("types", "layers")):
-            setattr(text, key, value[:depth])
-    of_encoder = [key for key in _ENCODER_KEYS if encoder and getattr(text, key, None) == total]
-    for key in (_depth_key(text), *of_encoder):
-        setattr(text, key, depth)
+    total, text = depth_of(config), _text(config)
+    of_encoder = [(text, key) for key in _ENCODER_KEYS if encoder and getattr(text, key, None) == total]
+    if encoder and text is not config and config.is_encoder_decoder:
+        apart = config.encoder.get_text_config()
+        of_encoder = [(apart, _depth_key(apart))]
+    for part in {id(each): each for each in (text, *(part for part, _ in of_encoder))}.values():
+        for key, value in list(vars(part).items()):
+            if isinstance(value, list) and len(value) == total and total > 1 and key.endswith(("types", "layers")):
+                setattr(part, key, value[:depth])
+    for part, key in ((text, _depth_key(text)), *of_encoder):
+        setattr(part, key, depth)
 
 
 def _quantize(model: Any, recipe: Recipe, types: Dtypes) -> None:
