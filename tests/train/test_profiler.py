@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from toolkit.distributed.layout import BatchLayout, Length
@@ -92,26 +94,35 @@ def test_seconds_add_up_and_belong_to_the_range_they_are_in() -> None:
     assert seconds["attention kernels"] > 0
 
 
-def test_on_a_gpu_the_time_of_kernels_counts() -> None:
-    def event(number: int, name: str, device: str, start: float, end: float, kernels: float, parent: Any = None) -> Any:
-        return SimpleNamespace(
-            id=number, name=name, device_type=device, cpu_parent=parent, self_cpu_time_total=end - start,
-            self_device_time_total=kernels, time_range=SimpleNamespace(start=start, end=end),
-        )  # fmt: skip
+def test_on_a_gpu_the_time_of_kernels_counts_once() -> None:
+    """Ranges, of which compiled layers are some, stand on the GPU's side as well."""
+    events: list[FunctionEvent] = []
 
-    step = event(3, "Optimizer.step#AdamW.step", "DeviceType.CPU", 5e5, 6e5, 0)
-    events = [
-        event(1, "aten::mm", "DeviceType.CPU", 0, 10, 4e5),
-        event(2, "sm90_gemm", "DeviceType.CUDA", 0, 4e5, 4e5),
-        step,
-        event(4, "aten::_foreach_add_", "DeviceType.CPU", 5e5, 6e5, 1e5, step),
-        event(5, "c10d::allreduce_", "DeviceType.CPU", 6e5, 1e6, 2e5),
-    ]
+    def event(
+        name: str, start: float, end: float, kernels: dict[str, float], inside: FunctionEvent | None = None
+    ) -> FunctionEvent:
+        annotates = name in kernels
+        found = FunctionEvent(len(events), name, 1, start, end, use_device="cuda", is_user_annotation=annotates)
+        found.cpu_parent = inside
+        for kernel, duration in kernels.items():
+            found.append_kernel(kernel, 0, duration)
+        events.append(found)
+        return found
+
+    region = event(
+        "## Call CompiledFxGraph 0", 0, 20, {"## Call CompiledFxGraph 0": 3.5e5, "triton_poi_fused_mul": 1e5}
+    )
+    event("aten::mm", 0, 10, {"sm90_gemm": 2.5e5}, region)
+    events.append(FunctionEvent(9, "sm90_gemm", 0, 1e5, 3.5e5, device_type=DeviceType.CUDA, use_device="cuda"))
+    step = event("Optimizer.step#AdamW.step", 5e5, 6e5, {"Optimizer.step#AdamW.step": 1e5})
+    event("aten::_foreach_add_", 5e5, 6e5, {"multi_tensor_apply": 1e5}, step)
+    event("c10d::allreduce_", 6e5, 1e6, {"ncclDevKernel_AllReduce": 2e5})
     seconds, whole = seconds_by_kind(events)
     assert whole == 1.0
     assert seconds == {
-        "matrix products": 0.4,
+        "compiled code": 0.1,
+        "matrix products": 0.25,
         "the optimizer": 0.1,
         "communication between processes": 0.2,
-        "between operations: Python, launches, waiting": pytest.approx(0.3),
+        "between operations: Python, launches, waiting": pytest.approx(0.35),
     }
