@@ -122,6 +122,8 @@ class RowFormat:
         if self.name in ("messages", "sharegpt"):
             return self._chat(row, required[0], raw, where)
         if self.name == "labelled":
+            if "text_pair" not in {*self.columns, *raw}:
+                del row["text_pair"]
             return read_labelled(row, where, self.classes, lambda value: self._labelled_chat(value, row, where))
         if self.name in ("related", "scored"):
             return read_related(row, where, self.task.embedding)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import JUDGED, mapping_text, verdict
+from toolkit.data.columns import JUDGED, by_lower_case, mapping_text, verdict
 from toolkit.data.rows import Chat, Completion, Judged, Row
 
 VERDICTS = ("label", "kto_tag")
@@ -30,7 +30,7 @@ def verdict_column(columns: dict[str, str], rows: list[Mapping[str, Any]], names
     """
     if VERDICTS[0] in columns:
         return columns.pop(VERDICTS[0])
-    spelt = {name.lower(): name for name in names}
+    spelt = by_lower_case(names)
     if len(found := [spelt[name] for name in VERDICTS if name in spelt]) == 1:
         return found[0]
     if found:

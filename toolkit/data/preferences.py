@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, PAIRS_CALLED, parsed, value_at
+from toolkit.data.columns import EMPTY, PAIRS_CALLED, by_lower_case, parsed, value_at
 from toolkit.data.messages import Message, are_messages, holds_messages
 from toolkit.data.rows import Chat, Completion, Preference
 
@@ -36,7 +36,7 @@ def preference_columns(columns: Mapping[str, str], row: Mapping[str, Any]) -> di
         row: The first row.
     """
     found = dict(columns)
-    spelt = {name.lower(): name for name in row if name not in columns.values()}
+    spelt = by_lower_case(name for name in row if name not in columns.values())
     if not {"chosen", "rejected"} & columns.keys():
         for chosen, rejected in PAIRS_CALLED:
             if chosen in spelt and rejected in spelt:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import number, parsed, value_at
+from toolkit.data.columns import by_lower_case, number, parsed, value_at
 
 ANSWERS = ("answers", "completions", "responses", "generations", "candidates", "all_generated_responses")
 """Columns of several answers; in `data.columns` the first."""
@@ -79,7 +79,7 @@ def find_ratings(columns: dict[str, str], rows: Sequence[Mapping[str, Any]], ign
         columns: Those that `data.columns` names, from which those of answers and scores are taken out.
         rows: The first ones.
     """
-    spelt = {name.lower(): name for row in rows for name in row if name not in ignored}
+    spelt = by_lower_case(name for row in rows for name in row if name not in ignored)
     named, scored = (columns.pop(names[0], None) for names in (ANSWERS, SCORES))
     if not named and {"chosen", "rejected"} & {*columns, *spelt}:
         return None

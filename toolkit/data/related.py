@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, mapping_text, parsed
+from toolkit.data.columns import EMPTY, by_lower_case, mapping_text, parsed
 from toolkit.data.labelled import PAIRS_OF_TEXTS, check_format
 from toolkit.data.rows import Related
 from toolkit.recipe.embedding import COSENT, Embedding
@@ -54,7 +54,7 @@ def related_columns(
     form = form_of(settings)
     check_format(source, form)
     first = {name: value for row in reversed(rows) for name, value in row.items() if name not in ignored}
-    found, spelt = dict(columns), {name.lower(): name for name in first if name not in columns.values()}
+    found, spelt = dict(columns), by_lower_case(name for name in first if name not in columns.values())
     names: tuple[str, str] = FORMATS[form][0][:2]  # type: ignore[assignment]
     if not found.keys() & {*names}:
         pair = next((each for each in _PAIRS if set(each) <= spelt.keys()), ())
