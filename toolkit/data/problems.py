@@ -91,6 +91,13 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
                 "if that says which rows are good, keep only those; if not, set "
                 f"'data.ignore=[{', '.join(source.verdicts)}]'",
             )
+        for name, rows in source.worse.items():
+            yield Problem(
+                "warning",
+                f"in {rows:,} of the {source.rows:,} rows of {source.path} the chosen answer is the worse one by "
+                f"`{name}`",
+                "swap the answers of these rows or remove them: they teach what is not wanted",
+            )
         if source.placeholders:
             yield Problem(
                 "warning",

@@ -8,6 +8,7 @@ lowest is the best, of any other score the highest.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,19 @@ class Ratings:
         if best is None or worst is None or worth[best] == worth[worst]:
             return {**rest, "chosen": "", "rejected": ""}
         return {**rest, "chosen": given[best], "rejected": given[worst]}
+
+
+def beside_answers(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Columns that say how good chosen answers are, each with that of the rejected ones: `score_chosen` …."""
+    pairs = ((name, re.sub("chosen", "rejected", name)) for name in names if "chosen" in name)
+    known = ("score", "rating", "reward", "rank")
+    return [pair for pair in pairs if pair[1] in names and any(word in pair[0].lower() for word in known)]
+
+
+def is_worse(raw: Mapping[str, Any], chosen: str, rejected: str) -> bool:
+    """Whether the chosen answer of a row is worth less than the rejected one by what these two columns say."""
+    one, other = number(raw.get(chosen)), number(raw.get(rejected))
+    return one > other if "rank" in chosen.lower() else one < other
 
 
 def find_ratings(columns: dict[str, str], rows: Sequence[Mapping[str, Any]], ignored: frozenset[str]) -> Ratings | None:

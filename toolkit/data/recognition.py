@@ -19,7 +19,7 @@ from toolkit.data.formats import RowFormat
 from toolkit.data.judged import ANSWERED, VERDICTS, verdict_column
 from toolkit.data.labelled import recognised
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages
-from toolkit.data.preferences import preference_columns
+from toolkit.data.preferences import preference_columns, refuse_repeated_prompts
 from toolkit.data.prompts import PromptFormat, recognise_prompts
 from toolkit.data.proposal import check_named, listed, proposal
 from toolkit.data.ratings import ANSWERS, SCORES, find_ratings
@@ -65,7 +65,11 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
         rows = [ratings.pair(row, source.path) for row in rows]
         present = dict.fromkeys(name for row in rows for name in row)
     if task.pairs:
-        columns = preference_columns(columns, {name: rows[0].get(name) for name in present if name not in ignored})
+        first = {name: rows[0].get(name) for name in present if name not in ignored}
+        columns = preference_columns(columns, first, source.path)
+        refuse_repeated_prompts(
+            [{k: v for k, v in row.items() if k not in ignored} for row in rows], columns, source.path
+        )
     rest, verdict = set(present) - set(columns.values()) - ignored, None
     if task.judges:
         verdict = verdict_column(columns, rows, rest, source.path)
