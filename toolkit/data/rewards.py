@@ -81,6 +81,13 @@ def number_in(text: str) -> Decimal | None:
     return Decimal(found[0 if mark else -1].replace(",", "")) if found else None
 
 
+def is_one_number(text: str) -> bool:
+    """Whether no more than one number stands where the result of a reference is looked for."""
+    inside = boxed(text)
+    part = (text if inside is None else inside).rpartition("####")[2]
+    return len(_NUMBER.findall(part)) <= 1
+
+
 def is_json(text: str) -> bool:
     """Whether all of a text is one JSON object or array, by RFC 8259: without NaN, and without a fence around it."""
     try:
