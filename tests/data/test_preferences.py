@@ -238,6 +238,10 @@ REFUSED: dict[str, Any] = {
         {"prompt": "p", "response_0": "a", "response_1": "b", "better_response_id": 0},
         "`better_response_id` seems to say in each row",
     ),
+    "conversations as Python prints them": (
+        {"chosen": "[{'role': 'user', 'content': 'a'}]", "rejected": "[{'content': 'a', 'role': 'user'}]"},
+        "would be trained as the plain text",
+    ),
     "several answers": ({"prompt": "p", "answers": ["a", "b"]}, "several answers to each prompt"),
 }
 
@@ -284,6 +288,27 @@ def test_columns_are_named_and_left_out_as_of_other_formats() -> None:
     with pytest.raises(UserError, match="preference pairs") as caught:
         recognise([{"chosen": "a", "rejected": "b"}], Source(path="d", format="preference"), Task("sft", "auto", True))
     assert "objective=dpo" in caught.value.change
+
+
+def test_a_margin_of_each_pair_is_not_left_unused() -> None:
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5}
+    with pytest.raises(UserError, match="`margin` is by how much each pair differs"):
+        recognise([row], Source(path="d"), Task("reward", "auto", True))
+    assert recognise([row], Source(path="d", ignore=["margin"]), Task("reward", "auto", True)).name == "preference"
+
+
+@pytest.mark.parametrize("rest", [{"prompt": None}, {"prompt": []}, {}])
+def test_a_pair_that_lacks_the_prompt_that_others_have_is_empty(rest: dict[str, Any]) -> None:
+    task = Task("dpo", "auto", True)
+    for answers in ({"chosen": "It is not.", "rejected": "It is."}, {"chosen": [GOOD], "rejected": [BAD]}):
+        rows = [{"prompt": "Late?", **answers}, {**rest, **answers}]
+        found = recognise(rows, Source(path="d"), task)
+        assert [is_empty(found.convert(row, "d"), task) for row in rows] == [False, True]
+    # Whole conversations need none.
+    whole = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+    assert not is_empty(
+        recognise([{"prompt": "Is it late?", **whole}], Source(path="d"), task).convert(whole, "d"), task
+    )
 
 
 def test_a_pair_that_lacks_an_answer_is_empty() -> None:

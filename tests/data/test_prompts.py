@@ -101,6 +101,7 @@ def test_a_system_message_stands_before_prompts_that_have_none() -> None:
             "`choices` looks like a part of what",
         ),
         ({"question": "What?", "context": "It was red.", "answer": "red"}, {}, "`context` looks like a part of what"),
+        ({"prompt": "[{'role': 'user', 'content': 'a'}]"}, {}, "holds conversations, and would be asked as the plain"),
         ({"prompt": "a", "images": ["a.png"], "answer": "b"}, {}, "`images` looks like a part of what"),
     ],
 )

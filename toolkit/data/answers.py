@@ -87,8 +87,8 @@ class Prompts(BaseModel):
         if self.several_numbers:
             yield (
                 "warning",
-                f"{self.several_numbers:,} of {rows:,} references hold several numbers, such as fractions, of which the "
-                "reward `numeric` compares the last alone: 3/4 and 1/4 are the same to it",
+                f"{self.several_numbers:,} of {rows:,} references hold several numbers, such as fractions, of which "
+                "the reward `numeric` compares the last alone: 3/4 and 1/4 are the same to it",
                 "put the result behind ####, write fractions as decimals, or set rewards.exact_match=true instead",
             )
         for name, count in self.unrewarded.items():

@@ -70,6 +70,9 @@ class RowFormat:
     classes: tuple[str, ...] = ()
     """Names of the classes that numbers stand for, where the data has them."""
 
+    asks: bool = False
+    """Whether, of pairs, columns beside the answers say what was asked."""
+
     @property
     def label_column(self) -> str:
         """The column with labels, of labelled rows."""
@@ -134,6 +137,7 @@ class RowFormat:
                 row,
                 where,
                 self.task.has_chat_template,
+                self.asks,
                 lambda value, column: read_messages(value, column, where, self.ignored, self.flags),
                 self._with_columns,
                 self._alpaca,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError
@@ -33,6 +33,8 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 """How a turn begins in Anthropic's hh-rlhf, whose conversations are texts."""
 
 Side = Chat | Completion
+_NOTHING = Preference(Completion("", ""), Completion("", ""))
+"""A pair that is left out as an empty row."""
 
 
 def preference_columns(columns: Mapping[str, str], row: Mapping[str, Any], source: str) -> dict[str, str]:
@@ -63,6 +65,14 @@ def preference_columns(columns: Mapping[str, str], row: Mapping[str, Any], sourc
         elif question := next((spelt[name] for name in _QUESTIONS if name in spelt), None):
             found["instruction"] = question
     return {name: actual for name, actual in found.items() if name in columns or name != actual}
+
+
+def says_what_was_asked(
+    rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], ignored: Collection[str]
+) -> bool:
+    """Whether a column beside the answers says in the first rows what was asked."""
+    places = {columns.get(name, name) for name in _ASKED} - {*ignored}
+    return any(parsed(value_at(row, place)) not in EMPTY for row in rows for place in places)
 
 
 def _refuse_which(row: Mapping[str, Any], spelt: Mapping[str, str], source: str) -> None:
@@ -106,6 +116,7 @@ def read_preference(
     row: Mapping[str, Any],
     where: str,
     has_chat_template: bool,
+    asks: bool,
     read: Callable[[Any, str], list[Message]],
     chat: Callable[[list[Message], Mapping[str, Any], str], Chat],
     alpaca: Callable[[Mapping[str, Any], str], Side],
@@ -116,6 +127,7 @@ def read_preference(
         row: Its columns, by the names of the format.
         where: Where it stands.
         has_chat_template: Whether the tokenizer renders chats.
+        asks: Whether other rows say beside their answers what was asked.
         read: Reads what a column holds as messages.
         chat: Makes a chat of messages and what stands beside them.
         alpaca: Makes a row of an instruction and its answer.
@@ -137,6 +149,8 @@ def read_preference(
             return _with_shared_prompt(sides)
         if not given and has_chat_template and all(_dialogue(text) for text in texts):
             return _with_shared_prompt(chat(_dialogue(text), row, where) for text in texts)
+        if asks and not given and not all(map(_is_whole, texts)):
+            return _NOTHING  # Its answers belong to a prompt that is missing.
         if of_chats := [name for name in ("system", "input", "history", "tools") if row.get(name) not in EMPTY]:
             raise UserError(
                 f"{where}: `{of_chats[0]}` is for chats, not for plain prompts and answers",
@@ -169,6 +183,8 @@ def read_preference(
         )
     if len(given) > 1:
         raise _asked_twice(given, where)
+    if asks and not given:
+        return _NOTHING
     if not given:
         raise UserError(
             f"{where}: `chosen` and `rejected` are answers, and nothing says what was asked",

@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.data.columns import EMPTY, MEDIA, mapping_text, parsed, value_at
-from toolkit.data.messages import FLAGS, are_messages, holds_messages, read_messages, read_tools
+from toolkit.data.messages import FLAGS, are_messages, conversation_in, holds_messages, read_messages, read_tools
 from toolkit.data.proposal import check_named, listed
 from toolkit.data.rewards import ANSWER
 from toolkit.data.rows import Chat, Completion, Prompted
@@ -163,6 +163,14 @@ def recognise_prompts(
         raise UserError(
             f"data source `{path}` has the columns {listed(present)}, of which none is known to hold a prompt",
             f"name it: {mapping_text({'prompt': 'NAME', ANSWER: 'NAME'})}",
+        )
+    texts = [text for row in rows if (text := value_at(row, asked)) not in EMPTY]
+    changes = [isinstance(text, str) and not holds_messages(text) and conversation_in(text, {}) for text in texts]
+    if texts and all(changes):
+        raise UserError(
+            f"data source `{path}`: `{asked}` holds conversations, and would be asked as the plain text that they are "
+            "written as",
+            str(changes[0]),
         )
     reference = columns.get(ANSWER) or _one_of([name for name in REFERENCES if name != asked], ANSWER, present, path)
     return PromptFormat(asked, reference, has_chat_template, system, ignored, frozenset(present))

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.common import UserError
-from toolkit.data.columns import by_lower_case, number, parsed, value_at
+from toolkit.common import UserError, brief
+from toolkit.data.columns import EMPTY, by_lower_case, number, parsed, value_at
 
 ANSWERS = ("answers", "completions", "responses", "generations", "candidates", "all_generated_responses")
 """Columns of several answers; in `data.columns` the first."""
@@ -66,7 +66,14 @@ class Ratings:
                 "give every answer a score, or null",
             )
         worth = [-number(score) if self.ranks else number(score) for score in beside]
-        known = [place for place, value in enumerate(worth) if not math.isnan(value)]
+        for score, value in zip(beside, worth, strict=True):
+            # Of what is no number at all, such as N/A, an answer may be passed over; of 4/5 it may be the best.
+            if isinstance(score, str) and math.isnan(value) and any(map(str.isdigit, score)):
+                raise UserError(
+                    f"{where}: `{self.score}` is {brief(repr(score), 1, 80)}, which is no number",
+                    "write scores as numbers (4 for 4/5), or null for answers without one",
+                )
+        known = [place for place, value in enumerate(worth) if not math.isnan(value) and given[place] not in EMPTY]
         best, worst = (pick(known, key=worth.__getitem__, default=None) for pick in (max, min))
         if best is None or worst is None or worth[best] == worth[worst]:
             return {**rest, "chosen": "", "rejected": ""}
