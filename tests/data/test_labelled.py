@@ -119,6 +119,12 @@ def test_the_audit_says_how_labels_are_spread(tmp_path: Path) -> None:
     assert "stop token" not in text
 
 
+def test_held_out_rows_of_other_classes_alone_are_said_to_be_so(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text(json.dumps({"text": "seen nowhere", "label": 1}))
+    with pytest.raises(DataError, match="no usable held-out row: 1 held-out labels are of classes that no training"):
+        prepared(tmp_path, TEXTS, eval_sources=[str(tmp_path / "held.jsonl")])
+
+
 def test_lopsided_classes_and_missing_held_out_rows_are_warned_of(tmp_path: Path) -> None:
     rows = [{"text": f"row {n}", "label": "rare" if n == 0 else "usual"} for n in range(40)]
     said = [problem.what for problem in prepared(tmp_path, rows).audit.problems]
@@ -173,7 +179,12 @@ def test_one_class_in_several_spellings_is_one_or_is_warned_of(tmp_path: Path) -
     assert prepared(tmp_path, tmp_path / "rows.csv").classes == ["0", "1"]
     spelt = [{"text": f"row {n}", "label": ["True", "true", "False", "FALSE"][n % 4]} for n in range(8)]
     secret = [{"text": f"row {n}", "label": [0, 1, -1][n % 3]} for n in range(9)]
-    for rows, said in ((spelt, "the classes 'True', 'true' differ in letters' case"), (secret, "write -1 where")):
+    mixed = [{"text": f"row {n}", "label": ["good", "bad", 0, 1][n % 4]} for n in range(8)]
+    for rows, said in (
+        (mixed, "the classes '0', '1' are numbers where"),
+        (spelt, "the classes 'True', 'true' differ in letters' case"),
+        (secret, "write -1 where"),
+    ):
         assert any(said in problem.what for problem in prepared(tmp_path, rows).audit.problems)
 
 

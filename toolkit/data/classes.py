@@ -106,6 +106,10 @@ def _doubtful(names: Iterable[str]) -> Iterator[tuple[list[str], str, str]]:
                 "differ in letters' case or spaces alone, and are learnt as different ones",
                 "spell it alike",
             )
+    numbers = [name for name in alike if name.lstrip("-").isdigit()]
+    if numbers and len(numbers) < len(alike):
+        why = "are numbers where others are names, and are learnt as different ones"
+        yield numbers[:5], why, "write all as names, if some sources name their classes and others number them"
     if {"-1", "0"} <= alike.keys():
         why = "are learnt alike, and many data sets write -1 where a row has no label"
         yield ["-1", "0"], why, "remove the rows of -1, if they have none"

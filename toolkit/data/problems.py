@@ -139,7 +139,8 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
         yield Problem("warning", what, change)
     if held_out is not None and not held_out.rows:
         change = "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`"
-        yield Problem("fatal", "no usable held-out row", change)
+        strangers = [what for what, _ in held_out.classes.strangers()] if held_out.classes else []
+        yield Problem("fatal", ": ".join(["no usable held-out row", *strangers]), change)
 
 
 def check_batch(audit: Audit, global_batch_size: int) -> Audit:
