@@ -63,6 +63,14 @@ def test_what_is_unlike_is_refused_or_said(place: Path, capsys: pytest.CaptureFi
     assert "holds no finished run" in capsys.readouterr().err
 
 
+def test_runs_of_another_kind_within_a_sweep_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = swept(place, "both", 4e-3, "method=full,lora")
+    assert main(["transfer", str(both), "--for", "small"]) == 1
+    assert "method.name is lora there, full here" in capsys.readouterr().err
+    assert main(["transfer", "nowhere", "--for", "small"]) == 1
+    assert "there is no folder nowhere" in capsys.readouterr().err
+
+
 def test_a_best_rate_at_the_end_of_the_sweep_is_no_best_rate(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = swept(place, "at-the-end", 64e-3)
     assert main(["transfer", str(sweep), "--for", "small"]) == 1

@@ -52,6 +52,12 @@ def test_texts_and_labels_are_found_by_their_columns(
     assert found.train["labels"][:3] == [[0], [1], [0]]
 
 
+def test_a_text_alone_is_tokenised_as_it_stands(tmp_path: Path) -> None:
+    tokenizer = tiny.tiny_tokenizer(False)
+    rows = prepared(tmp_path, TEXTS, tokenizer=tokenizer).train
+    assert rows["input_ids"][:] == [tokenizer(row["text"])["input_ids"] for row in TEXTS]
+
+
 @pytest.mark.parametrize("pair", [("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "sentence")])
 def test_two_texts_are_read_with_what_stands_between_them(pair: tuple[str, str], tmp_path: Path) -> None:
     rows = [{pair[0]: f"one {n}", pair[1]: "two", "label": n % 2} for n in range(8)]
@@ -113,6 +119,12 @@ def test_the_audit_says_how_labels_are_spread(tmp_path: Path) -> None:
     assert "stop token" not in text
 
 
+def test_held_out_rows_of_other_classes_alone_are_said_to_be_so(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text(json.dumps({"text": "seen nowhere", "label": 1}))
+    with pytest.raises(DataError, match="no usable held-out row: 1 held-out labels are of classes that no training"):
+        prepared(tmp_path, TEXTS, eval_sources=[str(tmp_path / "held.jsonl")])
+
+
 def test_lopsided_classes_and_missing_held_out_rows_are_warned_of(tmp_path: Path) -> None:
     rows = [{"text": f"row {n}", "label": "rare" if n == 0 else "usual"} for n in range(40)]
     said = [problem.what for problem in prepared(tmp_path, rows).audit.problems]
@@ -143,11 +155,54 @@ def test_labels_that_teach_nothing_stop_the_run(rows: list[dict[str, Any]], what
         ({"text": "A", "sentence1": "B", "sentence2": "C", "label": 1}, "classification", "has several texts"),
         ({"tokens": ["a", "b"], "tags": ["O"]}, "token_classification", "2 words and 1 tags"),
         ({"tokens": "a b", "tags": ["O", "O"]}, "token_classification", "no lists of words"),
+        ({"tokens": ["a", 5], "tags": ["O", "O"]}, "token_classification", r"`tokens\[1\]` is 5, not a word"),
     ],
 )
 def test_what_is_no_labelled_row_is_refused(row: dict[str, Any], objective: str, what: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=what):
         prepared(tmp_path, [row] * 4, objective)
+
+
+@pytest.mark.parametrize("label", [None, "", float("nan"), "NaN", -100])
+def test_a_row_without_a_label_is_of_no_class_of_its_own(label: Any, tmp_path: Path) -> None:
+    found = prepared(
+        tmp_path, [*({"text": f"row {n}", "label": n % 2} for n in range(8)), {"text": "A", "label": label}]
+    )
+    assert found.classes == ["0", "1"] and found.audit.train.untrained_rows + found.audit.sources[0].empty_rows == 1
+
+
+def test_one_class_in_several_spellings_is_one_or_is_warned_of(tmp_path: Path) -> None:
+    # pandas writes whole numbers so where some cells are empty.
+    (tmp_path / "rows.csv").write_text(
+        "text,label\n" + "".join(f"row {n},{[0, 1, '0.0', '1.0'][n % 4]}\n" for n in range(8))
+    )
+    assert prepared(tmp_path, tmp_path / "rows.csv").classes == ["0", "1"]
+    spelt = [{"text": f"row {n}", "label": ["True", "true", "False", "FALSE"][n % 4]} for n in range(8)]
+    secret = [{"text": f"row {n}", "label": [0, 1, -1][n % 3]} for n in range(9)]
+    mixed = [{"text": f"row {n}", "label": ["good", "bad", 0, 1][n % 4]} for n in range(8)]
+    for rows, said in (
+        (mixed, "the classes '0', '1' are numbers where"),
+        (spelt, "the classes 'True', 'true' differ in letters' case"),
+        (secret, "write -1 where"),
+    ):
+        assert any(said in problem.what for problem in prepared(tmp_path, rows).audit.problems)
+
+
+@pytest.mark.parametrize("label", ["[0, 3]", "['a', 'b']", [0]])
+def test_several_labels_of_a_row_are_no_class(label: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="several labels of a row"):
+        prepared(tmp_path, [{"text": "A", "label": label}] * 4)
+
+
+def test_a_pair_that_lacks_a_text_is_left_out(tmp_path: Path) -> None:
+    rows = [{"premise": f"row {n}", "hypothesis": None if n == 3 else "two", "label": n % 2} for n in range(8)]
+    assert len(prepared(tmp_path, rows).train) == 7
+
+
+def test_a_column_in_lower_case_is_taken_before_its_like(tmp_path: Path) -> None:
+    rows = [{"text": "mine", "Text": "another", "label": n % 2} for n in range(4)]
+    found = prepared(tmp_path, rows)
+    assert found.audit.sources[0].unused_columns == ["Text"]
 
 
 def test_labelled_rows_belong_to_their_objectives(tmp_path: Path) -> None:

@@ -174,6 +174,14 @@ PLAIN: dict[str, Any] = {
         {"chosen": "\n\nHuman: Late?\n\nAssistant: It is not.", "rejected": "\n\nHuman: Late?\n\nAssistant: It is."},
         *("\n\nHuman: Late?\n\nAssistant:", " It is not.", " It is."),
     ),
+    "a prompt that both repeat": (
+        {
+            "prompt": "\n\nHuman: Late?\n\nAssistant:",
+            "chosen": "\n\nHuman: Late?\n\nAssistant: No.",
+            "rejected": "\n\nHuman: Late?\n\nAssistant: Yes.",
+        },
+        *("\n\nHuman: Late?\n\nAssistant:", " No.", " Yes."),
+    ),
     "lines": ({"chosen": "Q: 1\nA: 2", "rejected": "Q: 1\nB: 2"}, "Q: 1\n", "A: 2", "B: 2"),
 }
 
@@ -210,6 +218,30 @@ REFUSED: dict[str, Any] = {
         "`input` stands beside answers that are messages",
     ),
     "pictures": ({"prompt": "p", "chosen": "a", "rejected": "b", "images": ["1.jpg"]}, "`images` is pictures"),
+    "answers that repeat a text that was asked": (
+        {"prompt": "Is it late?", "chosen": "Is it late? Not yet.", "rejected": "Is it late? Yes."},
+        "would be said twice",
+    ),
+    "answers that repeat an instruction": (
+        {"question": "Is it late?", "chosen": "Is it late? Not yet.", "rejected": "Is it late? Yes."},
+        "data.ignore=[question]",
+    ),
+    "dialogues beside another prompt": (
+        {
+            "prompt": "Is it early?",
+            "chosen": "\n\nHuman: Is it late?\n\nAssistant: No.",
+            "rejected": "\n\nHuman: Is it late?\n\nAssistant: Yes.",
+        },
+        "`prompt` is not what the conversations",
+    ),
+    "answers of which another column says which is better": (
+        {"prompt": "p", "response_0": "a", "response_1": "b", "better_response_id": 0},
+        "`better_response_id` seems to say in each row",
+    ),
+    "conversations as Python prints them": (
+        {"chosen": "[{'role': 'user', 'content': 'a'}]", "rejected": "[{'content': 'a', 'role': 'user'}]"},
+        "would be trained as the plain text",
+    ),
     "several answers": ({"prompt": "p", "answers": ["a", "b"]}, "several answers to each prompt"),
 }
 
@@ -221,6 +253,33 @@ def test_what_is_refused(name: str) -> None:
     assert isinstance(result, str) and said in result
 
 
+def test_a_better_answer_that_changes_its_column_is_not_mapped() -> None:
+    row = {"prompt": [ASK], "a": "Not yet.", "b": "Yes.", "winner": "model_a"}
+    named = {"chosen": "a", "rejected": "b"}
+    assert "`winner` seems to say in each row" in str(sides(row, columns=named))
+    assert sides(row, columns=named, ignore=["winner"]) == both(ASK)
+    # Where the answers have their own names it says nothing new.
+    assert sides({"prompt": [ASK], "chosen": "Not yet.", "rejected": "Yes.", "winner": "model_a"}) == both(ASK)
+
+
+def test_an_answer_may_begin_as_its_prompt_does() -> None:
+    rows = [{"prompt": "Hello, my friend", "chosen": "Hello, my friend!", "rejected": "Bye."}]
+    rows.append({"prompt": "Hi", "chosen": "Hi there", "rejected": "Hi!"})
+    for each in ([rows[0]], [rows[1]], rows):
+        assert recognise(each, Source(path="d"), Task("dpo", "auto", True)).name == "preference"
+
+
+def test_the_audit_counts_pairs_whose_scores_say_the_opposite(tmp_path: Path) -> None:
+    scores = [(8, 6), (5, 5), (2, 7), ("1.5", "9"), (None, 3)]
+    rows = [
+        answered(f"{n}", "Not yet.", "Yes.") | {"score_chosen": a, "score_rejected": b}
+        for n, (a, b) in enumerate(scores)
+    ]
+    audit = prepared(tmp_path, rows).audit
+    assert audit.sources[0].worse == {"score_chosen": 2}
+    assert any("in 2 of the 5 rows" in problem.what for problem in audit.problems)
+
+
 def test_columns_are_named_and_left_out_as_of_other_formats() -> None:
     row = {"q": "Is it late?", "good": "Not yet.", "bad": "Yes.", "prompt": "other"}
     named = {"instruction": "q", "chosen": "good", "rejected": "bad"}
@@ -229,6 +288,27 @@ def test_columns_are_named_and_left_out_as_of_other_formats() -> None:
     with pytest.raises(UserError, match="preference pairs") as caught:
         recognise([{"chosen": "a", "rejected": "b"}], Source(path="d", format="preference"), Task("sft", "auto", True))
     assert "objective=dpo" in caught.value.change
+
+
+def test_a_margin_of_each_pair_is_not_left_unused() -> None:
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5}
+    with pytest.raises(UserError, match="`margin` is by how much each pair differs"):
+        recognise([row], Source(path="d"), Task("reward", "auto", True))
+    assert recognise([row], Source(path="d", ignore=["margin"]), Task("reward", "auto", True)).name == "preference"
+
+
+@pytest.mark.parametrize("rest", [{"prompt": None}, {"prompt": []}, {}])
+def test_a_pair_that_lacks_the_prompt_that_others_have_is_empty(rest: dict[str, Any]) -> None:
+    task = Task("dpo", "auto", True)
+    for answers in ({"chosen": "It is not.", "rejected": "It is."}, {"chosen": [GOOD], "rejected": [BAD]}):
+        rows = [{"prompt": "Late?", **answers}, {**rest, **answers}]
+        found = recognise(rows, Source(path="d"), task)
+        assert [is_empty(found.convert(row, "d"), task) for row in rows] == [False, True]
+    # Whole conversations need none.
+    whole = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+    assert not is_empty(
+        recognise([{"prompt": "Is it late?", **whole}], Source(path="d"), task).convert(whole, "d"), task
+    )
 
 
 def test_a_pair_that_lacks_an_answer_is_empty() -> None:

@@ -12,7 +12,7 @@ from toolkit.cli.main import main as toolkit
 from toolkit.common import UserError
 from toolkit.data.recognition import recognise
 from toolkit.data.rows import Chat, Completion, Prompted, from_json, to_json
-from toolkit.data.task import Task
+from toolkit.data.task import Task, is_empty
 from toolkit.recipe.schema import Source
 
 USER = {"role": "user", "content": "2 + 2"}
@@ -43,12 +43,30 @@ def converted(row: dict[str, Any], template: bool = True, system: str | None = N
         ({"prompt": [USER], "ground_truth": 4}, "4"),
         ({"messages": [USER, ASSISTANT]}, "4"),
         ({"prompt": "2 + 2"}, ""),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, "4"),
+        ({"messages": [USER, {"role": "assistant", "content": "Four, I think."}], "answer": "4"}, "4"),
+        ({"prompt": "2 + 2", "answer": 4.0}, "4"),
+        ({"prompt": "2 + 2", "answer": float("nan")}, ""),
     ],
 )
 def test_prompts_and_references_under_their_usual_names(row: dict[str, Any], reference: str) -> None:
     found = converted(row)
     assert isinstance(found.asked, Chat) and [each["content"] for each in found.asked.messages] == ["2 + 2"]
     assert found.columns["answer"] == reference
+
+
+def test_an_empty_prompt_is_an_empty_row() -> None:
+    for prompt in (None, "", [], " "):
+        assert is_empty(converted({"prompt": prompt, "answer": "4"}), Task("grpo", "auto", True))
+
+
+def test_all_parts_of_a_question_are_asked() -> None:
+    found = converted({"instruction": "Add.", "input": "2 and 2", "answer": "4"})
+    assert isinstance(found.asked, Chat) and found.asked.messages[0]["content"] == "Add.\n\n2 and 2"
+    shown = {"question": "Which? (A) red (B) blue", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}}
+    assert converted(shown | {"answer": "A"}).columns["choices"] == shown["choices"]
+    asked = converted({"question": "What?", "context": "It was red.", "answer": "red"}, ignore=["context"]).asked
+    assert isinstance(asked, Chat) and asked.messages[0]["content"] == "What?"
 
 
 def test_other_columns_are_kept_for_rewards() -> None:
@@ -77,6 +95,14 @@ def test_a_system_message_stands_before_prompts_that_have_none() -> None:
         ({"prompt": "a"}, {"columns": {"completion": "prompt"}}, "renames to `completion`"),
         ({"prompt": 3}, {}, "is neither a text nor messages"),
         ({"prompt": "a", "answer": ["b"]}, {}, "is a list, not a text or number"),
+        (
+            {"question": "Which?", "choices": ["red", "blue"], "answer": "red"},
+            {},
+            "`choices` looks like a part of what",
+        ),
+        ({"question": "What?", "context": "It was red.", "answer": "red"}, {}, "`context` looks like a part of what"),
+        ({"prompt": "[{'role': 'user', 'content': 'a'}]"}, {}, "holds conversations, and would be asked as the plain"),
+        ({"prompt": "a", "images": ["a.png"], "answer": "b"}, {}, "`images` looks like a part of what"),
     ],
 )
 def test_what_is_not_clear_is_asked(row: dict[str, Any], settings: dict[str, Any], said: str) -> None:
@@ -108,7 +134,10 @@ def test_the_audit_knows_references_that_the_rewards_would_not(
         code == 0
         and "`numeric` gives no full score to the reference itself in 1 of 10 rows, such as rows.jsonl:9" in said
     )
-    assert "1 prompts are those of other rows, too" in said
+    assert "1 prompts are those of other rows, too" in said and "several numbers" not in said
+    result = [{"prompt": f"{n} / 3", "answer": f"\\frac{{{n}}}{{3}}"} for n in range(7)]
+    code, said = audit([*result, {"prompt": "2 + 2", "answer": "2 + 2 is 4.\n#### 4"}], capsys)
+    assert code == 0 and "7 of 8 references hold several numbers" in said
     code, said = audit(good, capsys, "rewards={regex: {pattern: 'Answer: (?P<answer>.*)'}}")
     assert code != 0 and "the reward `regex` gives no full score to the reference itself in 8 of 8 rows" in said
     code, said = audit([{"prompt": row["prompt"]} for row in good], capsys)

@@ -83,6 +83,13 @@ def test_a_row_whose_scores_tell_nothing_apart_is_empty(scores: tuple[Any, ...])
     assert is_empty(row_format.convert({"instruction": "q", "completions": scored(*scores)}, "d:1"), row_format.task)
 
 
+def test_answers_that_are_missing_are_passed_over_and_scores_that_are_no_numbers_refused() -> None:
+    row = {"instruction": "Late?", "generations": ["Not yet.", None, "Yes."], "scores": [5, 9, 1]}
+    assert answers(row) == ("Not yet.", "Yes.")
+    with pytest.raises(UserError, match="`scores` is '4/5', which is no number"):
+        answers(row | {"scores": ["4/5", "N/A", "2"]})
+
+
 def test_answers_and_scores_must_be_as_many() -> None:
     with pytest.raises(UserError, match="`answers` has 2 answers, and `scores` 1 scores"):
         pair({"prompt": "q", "answers": ["a", "b"], "scores": [1]})

@@ -61,7 +61,7 @@ def test_rows_with_too_few_negatives_are_refused() -> None:
 def test_pairs_have_scores_or_none() -> None:
     row = {"sentence1": "a", "sentence2": "b", "score": 0.5}
     assert read(row, loss="cosent") == Related(["a", "b"], 0.5)
-    assert read({"premise": "a", "hypothesis": "b", "label": 2}, loss="cosent").score == 2.0
+    assert read({"question1": "a", "question2": "b", "label": 2}, loss="cosent").score == 2.0
     with pytest.raises(UserError, match="says in `score` which texts belong together") as refused:
         read(row)
     assert "set embedding.loss=cosent" in str(refused.value)
@@ -77,6 +77,17 @@ def test_prompts_stand_before_their_texts() -> None:
         {"anchor": "a", "positive": "b", "negative": "c"}, negatives=1, query_prompt="q: ", document_prompt="d: "
     )
     assert texts.texts == ["q: a", "d: b", "d: c"]
+
+
+def test_negatives_that_are_empty_are_none() -> None:
+    assert read({"anchor": "a", "positive": "b", "negatives": ["", "c", None]}, negatives=1).texts == ["a", "b", "c"]
+
+
+def test_classes_of_inference_are_no_scores() -> None:
+    row = {"premise": "a", "hypothesis": "b", "label": 0}
+    with pytest.raises(UserError, match="is a class and no score"):
+        read(row, loss="cosent")
+    assert read(row, {"columns": {"score": "label"}}, loss="cosent").score == 0.0
 
 
 def test_a_row_without_one_of_its_texts_is_empty() -> None:

@@ -111,6 +111,11 @@ def test_a_function_of_the_users_gets_texts_prompts_and_columns(tmp_path: Path) 
         ("1 / 0", "raises ZeroDivisionError: division by zero"),
         ("[1.0]", "returns 1 scores for 3 answers"),
         ("None", "returns None for 3 answers"),
+        ("{0: 1.0, 1: 2.0, 2: 3.0}", "for 3 answers, no list"),
+        ("exit(0)", "raises SystemExit"),
+        ("[1.0, 10**400, 2.0]", "which is no finite number, for rows.jsonl:1: 'text 1'"),
+        ("[1.0, 2.0, 1j]", "returns 1j, which is no finite number"),
+        ("[1.0, 2.0, [3.0]]", "returns [3.0], which is no finite number"),
         ("[1.0, float('nan'), 2.0]", "returns nan, which is no finite number, for rows.jsonl:1: 'text 1'"),
         ("[1.0, 2.0, None]", "returns None, which is no finite number, for rows.jsonl:2: 'text 2'"),
     ],
@@ -125,7 +130,26 @@ def test_a_reward_that_is_no_number_names_reward_row_and_value(result: str, said
 
 
 @pytest.mark.parametrize(
-    ("body", "said"), [("def other(): ...", "has no function `reward`"), ("1 +", "does not run: SyntaxError")]
+    "result", ["np.ones(3)", "torch.ones(3)", "[np.True_] * 3", "list(torch.ones(3))", "(1, 1, 1)"]
+)
+def test_scores_may_be_arrays_and_tensors(result: str, tmp_path: Path) -> None:
+    body = f"import numpy as np, torch\ndef reward(completions, prompts, **columns):\n    return {result}\n"
+    assert Scorer(own(tmp_path, body))(asked()).tolist() == [[1.0]] * 3
+
+
+def test_a_column_by_the_name_of_the_answers_is_refused(tmp_path: Path) -> None:
+    scorer = Scorer(own(tmp_path, "def reward(completions, prompts, **columns):\n    return [1.0] * len(prompts)\n"))
+    with pytest.raises(UserError, match=r"the rows have a column `prompts`, too"):
+        scorer([Answer("text", 2, "prompt", {"answer": "", "prompts": "other"}, "rows.jsonl:1")])
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def other(): ...", "has no function `reward`"),
+        ("1 +", "does not run: SyntaxError"),
+        ("exit(0)", "does not run: SystemExit"),
+    ],
 )
 def test_a_file_without_the_function_is_refused(body: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):

@@ -111,6 +111,10 @@ def test_defaults_that_lead_nowhere(text: str, words: list[str]) -> None:
         ("sed: 1\n", ["sed: unknown key", "mine.yaml:2", "given    1", "did you mean `seed`"]),
         ("learning_rate: 1e-3\n", ["did you mean `optimizer.learning_rate`"]),
         ("optimizer: {lr: 1e-3}\n", ["did you mean `optimizer.learning_rate`"]),
+        # Sections that may be left out are sections.
+        ("distillation: {teacher: {quantisation: nf4}}\n", ["did you mean `distillation.teacher.quantization`"]),
+        ("distillation: {teacher: gpt2}\n", ["must be a section", "write distillation.teacher: {path: gpt2}"]),
+        ("rewards: {regex: a+}\n", ["must be a section", "write rewards.regex: {pattern: a+}"]),
         ("seqlen: 5\n", ["did you mean `batch.seq_len`"]),
         ("batch: {seqlen: 5}\n", ["batch.seqlen: unknown key", "did you mean `batch.seq_len`"]),
         ("x: {y: {z: 1}}\n", ["x: unknown key", "{y: {z: 1}}"]),

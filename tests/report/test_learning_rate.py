@@ -29,6 +29,13 @@ def test_without_noise_the_least_is_found_between_the_rates() -> None:
     assert high == pytest.approx(1.3e-3, rel=1e-2)
 
 
+def test_a_run_that_is_missing_moves_the_least_nowhere() -> None:
+    # Without the better group's run at the best rate, means are least at an end.
+    tried = [each for each in swept(1e-3, 0.0, 0) if each.rate in RATES[2:5]]
+    points = [each for each in tried if not (each.rate == 1e-3 and each.group == "0")]
+    assert best_rate(points).ends[1] == pytest.approx(1e-3, rel=1e-2)
+
+
 def test_nine_of_ten_intervals_hold_the_true_rate() -> None:
     ends = [best_rate(swept(1.3e-3, 0.01, seed)).ends for seed in range(200)]
     held = sum(low <= 1.3e-3 <= high for low, _, high in ends) / len(ends)

@@ -34,8 +34,12 @@ def transfer(sweeps: Sequence[Path], target: Loaded) -> str:
     width, lines, found = _width(target.recipe, target.name), list[str](), list[tuple[int, Estimate]]()
     noted = dict[str, None]()
     for folder in sweeps:
-        recipe, points = _points(folder)
-        differ = [text for key in _SAME if (text := _difference(recipe, target.recipe, key))]
+        recipes, points = _points(folder)
+        recipe = recipes[0]
+        # Of every run: their losses are compared with each other.
+        differ = dict.fromkeys(
+            text for each in recipes for key in _SAME if (text := _difference(each, target.recipe, key))
+        )
         if differ:
             raise UserError(
                 f"{folder} says nothing of {target.name}: {'; '.join(differ)}", "sweep with the same settings"
@@ -60,8 +64,10 @@ def transfer(sweeps: Sequence[Path], target: Loaded) -> str:
     return "\n".join(lines)
 
 
-def _points(folder: Path) -> tuple[Recipe, list[Point]]:
-    """The finished runs of a sweep, and the recipe of the first."""
+def _points(folder: Path) -> tuple[list[Recipe], list[Point]]:
+    """The finished runs of a sweep, and their recipes."""
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}", "name a folder of `toolkit sweep`")
     recipes, points = list[Recipe](), list[Point]()
     for run in sorted(place.parent for place in folder.glob("*/recipe.yaml")):
         record = read_run(run)
@@ -75,7 +81,7 @@ def _points(folder: Path) -> tuple[Recipe, list[Point]]:
         points.append(Point(rate, loss, json.dumps(values, sort_keys=True)))
     if not points:
         raise UserError(f"{folder} holds no finished run with a held-out loss", "name a folder of `toolkit sweep`")
-    return recipes[0], points
+    return recipes, points
 
 
 def _width(recipe: Recipe, where: str) -> int:

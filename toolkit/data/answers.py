@@ -61,6 +61,8 @@ class Prompts(BaseModel):
     without_reference: int
     needs_reference: bool
     """Whether a reward compares with it."""
+    several_numbers: int = 0
+    """References with more numbers than one, where a reward compares one."""
     unrewarded: dict[str, int] = {}
     """Of each reward that should know them, references that it does not give a full score, though they are the answer
     in the frame that the recipe asks for."""
@@ -81,6 +83,13 @@ class Prompts(BaseModel):
                 level,
                 f"{self.without_reference:,} of {rows:,} rows have no reference, and no answer to them can be right",
                 "remove them, or name the column of the reference: 'data.columns={answer: NAME}'",
+            )
+        if self.several_numbers:
+            yield (
+                "warning",
+                f"{self.several_numbers:,} of {rows:,} references hold several numbers, such as fractions, of which "
+                "the reward `numeric` compares the last alone: 3/4 and 1/4 are the same to it",
+                "put the result behind ####, write fractions as decimals, or set rewards.exact_match=true instead",
             )
         for name, count in self.unrewarded.items():
             if count <= self.without_reference:

@@ -45,6 +45,8 @@ class SourceFigures(BaseModel):
     unused_columns: list[str] = []
     verdicts: dict[str, int] = {}
     """Unused columns that say yes in some rows and no in others, and in how many they say no."""
+    worse: dict[str, int] = {}
+    """Columns with a score of chosen answers, and in how many rows it is less than that of the rejected one."""
     unused_fields: list[str] = []
     """Fields of messages that neither the toolkit nor the chat template reads."""
     placeholders: int = 0

@@ -60,6 +60,8 @@ class Classes(BaseModel):
                 f"in {many / total:.0%} of them",
                 "add rows of the small classes, or look at the F1 of each: checkpoint.keep_best=eval_macro_f1",
             )
+        for names, why, change in _doubtful(counted):
+            yield False, f"the classes {', '.join(map(repr, names))} {why}", change
         if absent := [name for name, count in self.labels.items() if not count]:
             listed = ", ".join(map(repr, absent[:5])) + (" …" if len(absent) > 5 else "")
             yield False, f"no training row has the label {listed}", "add some, or leave these classes out of the data"
@@ -90,6 +92,27 @@ class Classes(BaseModel):
         shown = ", ".join(f"{name} {count / total:.1%} ({count:,})" for name, count in most[:12])
         more = f" and {len(most) - 12:,} others" if len(most) > 12 else ""
         return f"{'Words' if of_words else 'Rows'} are of {len(most):,} classes: {shown}{more}."
+
+
+def _doubtful(names: Iterable[str]) -> Iterator[tuple[list[str], str, str]]:
+    """Classes that may be none: which, why, and what to change."""
+    alike: dict[str, list[str]] = {}
+    for name in sorted(names):
+        alike.setdefault(" ".join(name.casefold().split()), []).append(name)
+    for spellings in alike.values():
+        if len(spellings) > 1:
+            yield (
+                spellings,
+                "differ in letters' case or spaces alone, and are learnt as different ones",
+                "spell it alike",
+            )
+    numbers = [name for name in alike if name.lstrip("-").isdigit()]
+    if numbers and len(numbers) < len(alike):
+        why = "are numbers where others are names, and are learnt as different ones"
+        yield numbers[:5], why, "write all as names, if some sources name their classes and others number them"
+    if {"-1", "0"} <= alike.keys():
+        why = "are learnt alike, and many data sets write -1 where a row has no label"
+        yield ["-1", "0"], why, "remove the rows of -1, if they have none"
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ def refuse_other_forms(
         pairs: Whether pairs of answers are what is to be trained.
     """
     roots = {column.partition(".")[0].lower() for column in mapped}
-    spelt = {name.lower(): name for name in names}
+    spelt = by_lower_case(names)
     for form in OTHER_FORMS if pairs else (*PAIRS, *OTHER_FORMS):
         judges = any(isinstance(row.get(spelt.get(column, column)), bool) for column in form.columns)
         if spelt.keys() >= set(form.columns) and not judges and not roots.intersection(form.known_by_mapping):
@@ -272,6 +272,15 @@ class _AnyCase(dict[str, Any]):
         """A column, or what lies inside one, as the data has it."""
         name, dot, inside = column.partition(".")
         return self.written.get(name, name) + dot + inside
+
+
+def by_lower_case(names: Iterable[str]) -> dict[str, str]:
+    """Names by their lower case; of two that differ in case alone the one in lower case, or the first."""
+    found: dict[str, str] = {}
+    for name in names:
+        if name.islower() or name.lower() not in found:
+            found[name.lower()] = name
+    return found
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:

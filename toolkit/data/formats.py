@@ -70,6 +70,9 @@ class RowFormat:
     classes: tuple[str, ...] = ()
     """Names of the classes that numbers stand for, where the data has them."""
 
+    asks: bool = False
+    """Whether, of pairs, columns beside the answers say what was asked."""
+
     @property
     def label_column(self) -> str:
         """The column with labels, of labelled rows."""
@@ -122,6 +125,8 @@ class RowFormat:
         if self.name in ("messages", "sharegpt"):
             return self._chat(row, required[0], raw, where)
         if self.name == "labelled":
+            if "text_pair" not in {*self.columns, *raw}:
+                del row["text_pair"]
             return read_labelled(row, where, self.classes, lambda value: self._labelled_chat(value, row, where))
         if self.name in ("related", "scored"):
             return read_related(row, where, self.task.embedding)
@@ -132,6 +137,7 @@ class RowFormat:
                 row,
                 where,
                 self.task.has_chat_template,
+                self.asks,
                 lambda value, column: read_messages(value, column, where, self.ignored, self.flags),
                 self._with_columns,
                 self._alpaca,

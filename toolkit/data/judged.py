@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from toolkit.common import UserError
-from toolkit.data.columns import JUDGED, mapping_text, verdict
+from toolkit.common import UserError, brief
+from toolkit.data.columns import JUDGED, by_lower_case, mapping_text, verdict
 from toolkit.data.rows import Chat, Completion, Judged, Row
 
 VERDICTS = ("label", "kto_tag")
@@ -30,7 +30,7 @@ def verdict_column(columns: dict[str, str], rows: list[Mapping[str, Any]], names
     """
     if VERDICTS[0] in columns:
         return columns.pop(VERDICTS[0])
-    spelt = {name.lower(): name for name in names}
+    spelt = by_lower_case(names)
     if len(found := [spelt[name] for name in VERDICTS if name in spelt]) == 1:
         return found[0]
     if found:
@@ -54,7 +54,10 @@ def judged(row: Row, value: Any, column: str, where: str) -> Judged:
     """
     good = verdict(value)
     if good is None:
-        raise UserError(f"{where}: `{column}` says neither good nor bad", "write true or false, or remove the row")
+        raise UserError(
+            f"{where}: `{column}` says neither good nor bad, but {brief(repr(value), 1, 80)}",
+            "write true or false, or remove the row",
+        )
     assert isinstance(row, Chat | Completion), "formats without an answer are refused"
     if isinstance(row, Chat):
         asked = max((n for n, message in enumerate(row.messages) if message["role"] == "user"), default=-1) + 1

@@ -6,12 +6,14 @@ called is found in the data: `ClassLabel` features name numbers, other labels na
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, mapping_text, parsed
-from toolkit.data.rows import Chat, Labelled, Tagged, Text
+from toolkit.common import UserError, brief
+from toolkit.data.columns import EMPTY, by_lower_case, mapping_text, parsed
+from toolkit.data.rows import IGNORE, Chat, Labelled, Tagged, Text
 from toolkit.recipe.schema import Source
 
 PAIRS_OF_TEXTS = (
@@ -24,6 +26,11 @@ _CHATS = ("messages", "conversations")
 _LABELS = ("label", "labels")
 _WORDS = ("tokens", "words")
 _TAGS = ("tags", "ner_tags", "labels", "pos_tags")
+
+_WHOLE = re.compile(r"-?\d+\.0+")
+"""A whole number as a float is written."""
+_PRINTED = re.compile(r"\s*\[\s*'")
+"""A list of texts as Python prints it."""
 
 Columns = dict[str, str]
 
@@ -79,7 +86,7 @@ def labelled_columns(columns: Mapping[str, str], row: Mapping[str, Any], source:
     Raises:
         UserError: Something is missing, or there are several that it may be.
     """
-    found, spelt = dict(columns), {name.lower(): name for name in row if name not in columns.values()}
+    found, spelt = dict(columns), by_lower_case(name for name in row if name not in columns.values())
 
     def take(expected: str, names: tuple[str, ...]) -> None:
         if expected not in found and (name := next((spelt[each] for each in names if each in spelt), None)):
@@ -146,9 +153,16 @@ def read_tagged(row: Mapping[str, Any], where: str, classes: Sequence[str]) -> T
     Raises:
         UserError: They are no lists, or not as many of one as of the other.
     """
-    words, tags = parsed(row["tokens"]), parsed(row["tags"])
-    if not (isinstance(words, list) and isinstance(tags, list) and all(isinstance(word, str) for word in words)):
-        raise UserError(f"{where}: `tokens` and `tags` are no lists of words and of their tags", "correct the row")
+    words, tags = (parsed(row[name]) or [] for name in ("tokens", "tags"))
+    for name, value, example in (("tokens", words, '["Ada", "lives"]'), ("tags", tags, '["B-PER", "O"]')):
+        if not isinstance(value, list):
+            what = (
+                f"`tokens` and `tags` are no lists of words and of their tags: `{name}` is {brief(repr(value), 1, 80)}"
+            )
+            raise UserError(f"{where}: {what}", f"write a list, such as {example}")
+    if wrong := [n for n, word in enumerate(words) if not isinstance(word, str)]:
+        what = f"{where}: `tokens[{wrong[0]}]` is {words[wrong[0]]!r}, not a word"
+        raise UserError(what, 'write each word as text ("4" for 4), or remove the row')
     if len(words) != len(tags):
         raise UserError(
             f"{where} has {len(words):,} words and {len(tags):,} tags", "write one tag for each word, or remove the row"
@@ -163,19 +177,29 @@ def class_name(value: Any, where: str, column: str, classes: Sequence[str]) -> s
     Raises:
         UserError: It is none of these.
     """
-    if value is None or (classes and value == -1):  # So data sets write that it is kept secret.
+    # So data sets write that there is none, as pandas does, that it is kept secret, and that no loss is to be taken.
+    if value is None or _is_nan(value) or value == IGNORE or (classes and value == -1):
         return ""
     if classes and isinstance(value, int):
         if not 0 <= value < len(classes):
             what = f"{where}: `{column}` is {value}, and the data names {len(classes)} classes"
             raise UserError(what, "correct the row")
         return classes[value]
-    if isinstance(value, bool | str | int):
+    if isinstance(value, str) and _WHOLE.fullmatch(value.strip()):  # As pandas writes whole numbers beside empty cells.
+        value = value.strip().partition(".")[0]
+    several = isinstance(parsed(value), list | dict) or (isinstance(value, str) and _PRINTED.match(value))
+    if isinstance(value, bool | int) or (isinstance(value, str) and not several):
         return str(value).strip()
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     what = "a number with decimals, which no objective learns yet" if isinstance(value, float) else "no name of a class"
+    if several:
+        what += ": each row is of one, and no objective learns several labels of a row yet"
     raise UserError(f"{where}: `{column}` is {value!r}, {what}", "write a name or a whole number for each class")
+
+
+def _is_nan(value: Any) -> bool:
+    return value.strip().lower() == "nan" if isinstance(value, str) else isinstance(value, float) and math.isnan(value)
 
 
 def in_order(names: set[str]) -> list[str]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, PAIRS_CALLED, parsed, value_at
+from toolkit.data.columns import EMPTY, PAIRS_CALLED, by_lower_case, parsed, value_at
 from toolkit.data.messages import Message, are_messages, holds_messages
 from toolkit.data.rows import Chat, Completion, Preference
 
@@ -21,27 +21,42 @@ _ASKED = ("messages", "conversations", "prompt", "instruction")
 """Columns that hold what was asked."""
 _QUESTIONS = ("question", "query", "input")
 """What some data sets call a text that was asked."""
+_WHICH = (
+    *("better_response_id", "safer_response_id", "winner", "preference", "overall_preference", "preference_strength"),
+    *("label", "labels"),
+)
+"""Columns that say row by row which of two answers is the better one: PKU's, Chatbot Arena's, HelpSteer's, SHP's."""
+_TELLING = 10
+"""Characters of a prompt with which no two answers begin by chance."""
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 """How a turn begins in Anthropic's hh-rlhf, whose conversations are texts."""
 
 Side = Chat | Completion
+_NOTHING = Preference(Completion("", ""), Completion("", ""))
+"""A pair that is left out as an empty row."""
 
 
-def preference_columns(columns: Mapping[str, str], row: Mapping[str, Any]) -> dict[str, str]:
+def preference_columns(columns: Mapping[str, str], row: Mapping[str, Any], source: str) -> dict[str, str]:
     """The columns of a source of pairs, those included that are published under other names.
 
     Args:
         columns: Those that `data.columns` names.
-        row: The first row.
+        row: The first row, without what is ignored.
+        source: Path of the source.
+
+    Raises:
+        UserError: Which answer is the better one is another one in each row.
     """
     found = dict(columns)
-    spelt = {name.lower(): name for name in row if name not in columns.values()}
+    spelt = by_lower_case(name for name in row if name not in columns.values())
     if not {"chosen", "rejected"} & columns.keys():
         for chosen, rejected in PAIRS_CALLED:
             if chosen in spelt and rejected in spelt:
                 found |= {"chosen": spelt[chosen], "rejected": spelt[rejected]}
                 break
+    if {"chosen", "rejected"} & columns.keys() or "chosen" not in found:
+        _refuse_which(row, spelt, source)
     if not set(_ASKED) & columns.keys():
         if present := [name for name in _ASKED if name in spelt]:
             found |= {name: spelt[name] for name in present}
@@ -52,10 +67,56 @@ def preference_columns(columns: Mapping[str, str], row: Mapping[str, Any]) -> di
     return {name: actual for name, actual in found.items() if name in columns or name != actual}
 
 
+def says_what_was_asked(
+    rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], ignored: Collection[str]
+) -> bool:
+    """Whether a column beside the answers says in the first rows what was asked."""
+    places = {columns.get(name, name) for name in _ASKED} - {*ignored}
+    return any(parsed(value_at(row, place)) not in EMPTY for row in rows for place in places)
+
+
+def _refuse_which(row: Mapping[str, Any], spelt: Mapping[str, str], source: str) -> None:
+    """Refuses rows whose better answer stands now in one column, now in another."""
+    if which := next((spelt[name] for name in _WHICH if name in spelt and row[spelt[name]] not in EMPTY), None):
+        raise UserError(
+            f"data source `{source}`: `{which}` seems to say in each row which of its answers is the better one",
+            "write that one into `chosen` of the row and the other into `rejected`, or, if `data.columns` names them "
+            f"for every row, set 'data.ignore=[{which}]'",
+        )
+
+
+def refuse_repeated_prompts(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], source: str) -> None:
+    """Refuses answers that begin with their prompt, which then would be said twice: texts, all of the first rows.
+
+    Args:
+        rows: The first ones.
+        columns: What the data calls columns of this format.
+        source: Path of the source.
+
+    Raises:
+        UserError: They do.
+    """
+    rows = list(rows)
+    for name in ("prompt", "instruction"):
+        asked, *answers = (columns.get(each, each) for each in (name, "chosen", "rejected"))
+        texts = [[value_at(row, each) for each in (asked, *answers)] for row in rows]
+        said = [each for each in texts if all(isinstance(text, str) and text.strip() for text in each)]
+        starts = all(text.startswith(prompt.strip()) for prompt, *both in said for text in both)
+        # Whole dialogues are known by themselves, and read as such.
+        of_dialogues = any(_is_whole(text) for _, *both in said for text in both)
+        if starts and not of_dialogues and any(len(prompt.strip()) >= _TELLING for prompt, *_ in said):
+            raise UserError(
+                f"data source `{source}`: `{answers[0]}` and `{answers[1]}` begin with `{asked}`, which would be said "
+                "twice",
+                f"take it out of the answers, or set 'data.ignore=[{asked}]': then the prompt is what both begin with",
+            )
+
+
 def read_preference(
     row: Mapping[str, Any],
     where: str,
     has_chat_template: bool,
+    asks: bool,
     read: Callable[[Any, str], list[Message]],
     chat: Callable[[list[Message], Mapping[str, Any], str], Chat],
     alpaca: Callable[[Mapping[str, Any], str], Side],
@@ -66,6 +127,7 @@ def read_preference(
         row: Its columns, by the names of the format.
         where: Where it stands.
         has_chat_template: Whether the tokenizer renders chats.
+        asks: Whether other rows say beside their answers what was asked.
         read: Reads what a column holds as messages.
         chat: Makes a chat of messages and what stands beside them.
         alpaca: Makes a row of an instruction and its answer.
@@ -77,11 +139,18 @@ def read_preference(
     given = [name for name in _ASKED if parsed(row.get(name)) not in EMPTY]
     if not any(holds_messages(each) for each in (*answers, *(row.get(name) for name in given))):
         texts = [_text(row, name, where) for name in ("chosen", "rejected")]
+        if len(given) == 1 and all(map(_is_whole, texts)):
+            prompt = _text(row, given[0], where).strip()
+            if not all(text.strip().startswith(prompt) for text in texts):
+                _refuse_other_prompt(given[0], row[given[0]], [_dialogue(text) for text in texts], read, where)
+            row, given = {**row, given[0]: None}, []
         if given == ["instruction"]:
             sides = [alpaca({**row, "output": text}, where) for text in texts]
             return _with_shared_prompt(sides)
         if not given and has_chat_template and all(_dialogue(text) for text in texts):
             return _with_shared_prompt(chat(_dialogue(text), row, where) for text in texts)
+        if asks and not given and not all(map(_is_whole, texts)):
+            return _NOTHING  # Its answers belong to a prompt that is missing.
         if of_chats := [name for name in ("system", "input", "history", "tools") if row.get(name) not in EMPTY]:
             raise UserError(
                 f"{where}: `{of_chats[0]}` is for chats, not for plain prompts and answers",
@@ -114,6 +183,8 @@ def read_preference(
         )
     if len(given) > 1:
         raise _asked_twice(given, where)
+    if asks and not given:
+        return _NOTHING
     if not given:
         raise UserError(
             f"{where}: `chosen` and `rejected` are answers, and nothing says what was asked",
@@ -186,6 +257,12 @@ def _dialogue(text: str) -> list[Message]:
         {"role": _SPEAKERS[speaker], "content": said.strip()}
         for speaker, said in zip(parts[::2], parts[1::2], strict=True)
     ]
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a text is a dialogue, prompt and answer, and not an answer alone."""
+    dialogue = _dialogue(text)
+    return len(dialogue) > 1 and dialogue[0]["role"] == "user"
 
 
 def _common_prompt(chosen: str, rejected: str) -> str:

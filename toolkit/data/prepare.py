@@ -51,7 +51,7 @@ from toolkit.recipe.schema import Source
 from toolkit.recipe.spelling import did_you_mean
 from toolkit.seal import build_sealed
 
-CODE_VERSION = 6
+CODE_VERSION = 7
 """Raise when the same data and settings would give other tokens than before."""
 MIN_SAMPLES = 8
 

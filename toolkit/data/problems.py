@@ -91,6 +91,13 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
                 "if that says which rows are good, keep only those; if not, set "
                 f"'data.ignore=[{', '.join(source.verdicts)}]'",
             )
+        for name, rows in source.worse.items():
+            yield Problem(
+                "warning",
+                f"in {rows:,} of the {source.rows:,} rows of {source.path} the chosen answer is the worse one by "
+                f"`{name}`",
+                "swap the answers of these rows or remove them: they teach what is not wanted",
+            )
         if source.placeholders:
             yield Problem(
                 "warning",
@@ -132,7 +139,8 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
         yield Problem("warning", what, change)
     if held_out is not None and not held_out.rows:
         change = "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`"
-        yield Problem("fatal", "no usable held-out row", change)
+        strangers = [what for what, _ in held_out.classes.strangers()] if held_out.classes else []
+        yield Problem("fatal", ": ".join(["no usable held-out row", *strangers]), change)
 
 
 def check_batch(audit: Audit, global_batch_size: int) -> Audit:

@@ -7,19 +7,22 @@ reward. The text of a prompt is a user's turn where the tokenizer renders chats.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, mapping_text, value_at
-from toolkit.data.messages import FLAGS, holds_messages, read_messages, read_tools
+from toolkit.data.columns import EMPTY, MEDIA, mapping_text, parsed, value_at
+from toolkit.data.messages import FLAGS, are_messages, conversation_in, holds_messages, read_messages, read_tools
 from toolkit.data.proposal import check_named, listed
 from toolkit.data.rewards import ANSWER
 from toolkit.data.rows import Chat, Completion, Prompted
 
 ASKED = ("prompt", "messages", "question", "problem", "query", "instruction")
 """Columns that hold a prompt."""
+_PARTS = ("input", "context", "choices", "options", "documents", "passage", "paragraph", "history")
+"""Columns that hold a part of what is asked."""
 REFERENCES = (ANSWER, "solution", "ground_truth", "reference_answer", "expected_answer", "final_answer", "completion")
 """Columns that hold the reference."""
 
@@ -56,24 +59,28 @@ class PromptFormat:
             UserError: It has no prompt, or one of another kind; the message names `where`.
         """
         value = value_at(raw, self.asked)
-        if value is None:
+        if value is None and self.asked.partition(".")[0] not in raw:
             raise UserError(
                 f"{where} has no column `{self.asked}`, which is the prompt",
                 "correct or remove the row, or set 'data.columns={prompt: NAME}'",
             )
+        if value in (None, "", [], {}):
+            return Prompted(Completion("", ""), {ANSWER: ""})
         asked = self._asked(value, raw, where)
+        self._refuse_unseen(asked, raw, where)
         left = {self.asked, *self.ignored, self.asked.partition(".")[0]}
         # What JSON has no form for, such as dates, is kept as text.
         columns = json.loads(json.dumps({name: raw[name] for name in raw if name not in left}, default=str))
         reference: Any = None if self.reference is None else value_at(raw, self.reference)
-        if (
-            reference is None
-            and isinstance(asked, Chat)
-            and asked.messages
-            and asked.messages[-1]["role"] == "assistant"
-        ):
+        if isinstance(asked, Chat) and asked.messages and asked.messages[-1]["role"] == "assistant":
             *before, last = asked.messages
-            asked, reference = Chat(before, asked.tools, asked.template_kwargs), last["content"]
+            # The model is to give this answer by itself.
+            asked = Chat(before, asked.tools, asked.template_kwargs)
+            reference = last["content"] if reference is None else reference
+        if are_messages(reference):
+            reference = read_messages(reference, str(self.reference), where, self.ignored, FLAGS)[-1]["content"]
+        if isinstance(reference, float):  # A column of whole numbers with a gap has them so.
+            reference = None if math.isnan(reference) else int(reference) if reference.is_integer() else reference
         if isinstance(reference, bool | dict | list):
             kind = type(reference).__name__
             raise UserError(
@@ -81,6 +88,19 @@ class PromptFormat:
                 "write it as text, or name the column of the reference: 'data.columns={answer: NAME}'",
             )
         return Prompted(asked, columns | {ANSWER: "" if reference is None else str(reference)})
+
+    def _refuse_unseen(self, asked: Chat | Completion, raw: Mapping[str, Any], where: str) -> None:
+        """Refuses a row of whose question a part stands in another column, where the model would not see it."""
+        said = asked.prompt if isinstance(asked, Completion) else "\n".join(str(m["content"]) for m in asked.messages)
+        for name in raw:
+            if name in (self.asked, self.reference, *self.ignored) or raw[name] in EMPTY:
+                continue
+            unseen = name.lower() in _PARTS and not any(text in said for text in _texts_in(raw[name]))
+            if unseen or name.lower() in MEDIA:
+                raise UserError(
+                    f"{where}: `{name}` looks like a part of what is asked, and `{self.asked}` does not hold it",
+                    f"write it into `{self.asked}`, or set 'data.ignore=[{name}]' to ask without it",
+                )
 
     def _asked(self, value: Any, raw: Mapping[str, Any], where: str) -> Chat | Completion:
         if holds_messages(value):
@@ -90,6 +110,8 @@ class PromptFormat:
                 f"{where}: `{self.asked}` is neither a text nor messages",
                 'write a text, or [{"role": "user", "content": …}]',
             )
+        elif self.asked.lower() == "instruction" and isinstance(more := raw.get("input"), str) and more.strip():
+            return self._asked(f"{value}\n\n{more}", {**raw, "input": None}, where)
         elif not self.has_chat_template:
             return Completion(f"{self.system}\n\n{value}" if self.system else value, "")
         else:
@@ -99,6 +121,16 @@ class PromptFormat:
             messages = [{"role": "system", "content": str(system)}, *messages]
         tools = None if "tools" in self.ignored else read_tools(raw.get("tools"), where)
         return Chat(messages, tools)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """The texts and numbers inside a value, also where it is written as JSON."""
+    value = parsed(value)
+    if isinstance(value, Mapping | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_in(each)
+    elif value not in EMPTY:
+        yield str(value).strip()
 
 
 def recognise_prompts(
@@ -132,6 +164,14 @@ def recognise_prompts(
             f"data source `{path}` has the columns {listed(present)}, of which none is known to hold a prompt",
             f"name it: {mapping_text({'prompt': 'NAME', ANSWER: 'NAME'})}",
         )
+    texts = [text for row in rows if (text := value_at(row, asked)) not in EMPTY]
+    changes = [isinstance(text, str) and not holds_messages(text) and conversation_in(text, {}) for text in texts]
+    if texts and all(changes):
+        raise UserError(
+            f"data source `{path}`: `{asked}` holds conversations, and would be asked as the plain text that they are "
+            "written as",
+            str(changes[0]),
+        )
     reference = columns.get(ANSWER) or _one_of([name for name in REFERENCES if name != asked], ANSWER, present, path)
     return PromptFormat(asked, reference, has_chat_template, system, ignored, frozenset(present))
 
@@ -150,4 +190,6 @@ def is_empty_prompt(row: Prompted) -> bool:
     """Whether there is nothing to answer."""
     if isinstance(row.asked, Completion):
         return not row.asked.prompt.strip()
-    return all(message["content"] in EMPTY for message in row.asked.messages if message["role"] != "system")
+    return all(
+        str(message["content"] or "").strip() in EMPTY for message in row.asked.messages if message["role"] != "system"
+    )

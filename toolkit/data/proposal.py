@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import OFTEN_CALLED, mapping_text, parsed, value_at
+from toolkit.data.columns import OFTEN_CALLED, by_lower_case, mapping_text, parsed, value_at
 from toolkit.data.messages import are_messages, holds_messages
 from toolkit.recipe.schema import FORMATS, OF_OBJECTIVES
 
@@ -15,7 +15,7 @@ def proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool) -
     """The setting that maps the present columns to the format that uses most of them."""
     best: dict[str, str] = {}
     as_well: list[str] = []
-    spelt = {name.lower(): name for name in names}
+    spelt = by_lower_case(names)
     # Of two that use as many, alpaca is rendered with the chat template and prompt_completion is not.
     forms = [name for name in FORMATS if name not in OF_OBJECTIVES]
     for form in sorted(forms, key=lambda name: name != "alpaca") if has_chat_template else forms:

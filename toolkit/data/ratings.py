@@ -8,12 +8,13 @@ lowest is the best, of any other score the highest.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.common import UserError
-from toolkit.data.columns import number, parsed, value_at
+from toolkit.common import UserError, brief
+from toolkit.data.columns import EMPTY, by_lower_case, number, parsed, value_at
 
 ANSWERS = ("answers", "completions", "responses", "generations", "candidates", "all_generated_responses")
 """Columns of several answers; in `data.columns` the first."""
@@ -65,11 +66,31 @@ class Ratings:
                 "give every answer a score, or null",
             )
         worth = [-number(score) if self.ranks else number(score) for score in beside]
-        known = [place for place, value in enumerate(worth) if not math.isnan(value)]
+        for score, value in zip(beside, worth, strict=True):
+            # Of what is no number at all, such as N/A, an answer may be passed over; of 4/5 it may be the best.
+            if isinstance(score, str) and math.isnan(value) and any(map(str.isdigit, score)):
+                raise UserError(
+                    f"{where}: `{self.score}` is {brief(repr(score), 1, 80)}, which is no number",
+                    "write scores as numbers (4 for 4/5), or null for answers without one",
+                )
+        known = [place for place, value in enumerate(worth) if not math.isnan(value) and given[place] not in EMPTY]
         best, worst = (pick(known, key=worth.__getitem__, default=None) for pick in (max, min))
         if best is None or worst is None or worth[best] == worth[worst]:
             return {**rest, "chosen": "", "rejected": ""}
         return {**rest, "chosen": given[best], "rejected": given[worst]}
+
+
+def beside_answers(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Columns that say how good chosen answers are, each with that of the rejected ones: `score_chosen` …."""
+    pairs = ((name, re.sub("chosen", "rejected", name)) for name in names if "chosen" in name)
+    known = ("score", "rating", "reward", "rank")
+    return [pair for pair in pairs if pair[1] in names and any(word in pair[0].lower() for word in known)]
+
+
+def is_worse(raw: Mapping[str, Any], chosen: str, rejected: str) -> bool:
+    """Whether the chosen answer of a row is worth less than the rejected one by what these two columns say."""
+    one, other = number(raw.get(chosen)), number(raw.get(rejected))
+    return one > other if "rank" in chosen.lower() else one < other
 
 
 def find_ratings(columns: dict[str, str], rows: Sequence[Mapping[str, Any]], ignored: frozenset[str]) -> Ratings | None:
@@ -79,7 +100,7 @@ def find_ratings(columns: dict[str, str], rows: Sequence[Mapping[str, Any]], ign
         columns: Those that `data.columns` names, from which those of answers and scores are taken out.
         rows: The first ones.
     """
-    spelt = {name.lower(): name for row in rows for name in row if name not in ignored}
+    spelt = by_lower_case(name for row in rows for name in row if name not in ignored)
     named, scored = (columns.pop(names[0], None) for names in (ANSWERS, SCORES))
     if not named and {"chosen", "rejected"} & {*columns, *spelt}:
         return None

@@ -19,7 +19,7 @@ from toolkit.data.formats import RowFormat
 from toolkit.data.judged import ANSWERED, VERDICTS, verdict_column
 from toolkit.data.labelled import recognised
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages
-from toolkit.data.preferences import preference_columns
+from toolkit.data.preferences import preference_columns, refuse_repeated_prompts, says_what_was_asked
 from toolkit.data.prompts import PromptFormat, recognise_prompts
 from toolkit.data.proposal import check_named, listed, proposal
 from toolkit.data.ratings import ANSWERS, SCORES, find_ratings
@@ -65,12 +65,21 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
         rows = [ratings.pair(row, source.path) for row in rows]
         present = dict.fromkeys(name for row in rows for name in row)
     if task.pairs:
-        columns = preference_columns(columns, {name: rows[0].get(name) for name in present if name not in ignored})
+        first = {name: rows[0].get(name) for name in present if name not in ignored}
+        columns = preference_columns(columns, first, source.path)
+        refuse_repeated_prompts(
+            [{k: v for k, v in row.items() if k not in ignored} for row in rows], columns, source.path
+        )
     rest, verdict = set(present) - set(columns.values()) - ignored, None
     if task.judges:
         verdict = verdict_column(columns, rows, rest, source.path)
         rest.discard(verdict)
     others = rest - {"role"} if source.format == "text" else rest
+    if task.objective == "reward" and (margin := next((name for name in rest if name.lower() == "margin"), None)):
+        raise UserError(
+            f"data source `{source.path}`: `{margin}` is by how much each pair differs, and would be left unused",
+            f"set preference.margin, which is one for all pairs, and 'data.ignore=[{margin}]'",
+        )
     refuse_other_forms(rows[0], others, columns.values(), source.path, pairs=task.pairs)
     names = rest | set(columns)
     name = source.format
@@ -90,8 +99,9 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
     if source.format in (None, "auto"):
         _refuse_written_chats(rows, name, columns, source)
     _check_task(name, source, task)
+    asks = name == "preference" and says_what_was_asked(rows, columns, ignored)
     if flag is None:
-        return RowFormat(name, columns, task, ignored, verdict=verdict, ratings=ratings)
+        return RowFormat(name, columns, task, ignored, verdict=verdict, ratings=ratings, asks=asks)
     places = [columns.get(column, column) for column in FORMATS[name][0]]
     if not any(flag in message for row in rows for place in places for message in dicts(value_at(row, place))):
         raise UserError(
@@ -99,7 +109,7 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
             "names for `train`",
             "name the field of messages that says whether they are trained, or remove `train` from `data.columns`",
         )
-    return RowFormat(name, columns, task, ignored, (*FLAGS, flag), verdict, ratings)
+    return RowFormat(name, columns, task, ignored, (*FLAGS, flag), verdict, ratings, asks=asks)
 
 
 def _detect(
@@ -134,7 +144,8 @@ def _refuse_written_chats(
 ) -> None:
     """Refuses texts that are conversations, all of them, as CSV files and dumps of data bases have them."""
     rows = list(rows)
-    for column in FORMATS[name][0] if name in ("text", "prompt_completion", "alpaca") else ():
+    of_texts = {**dict.fromkeys(("text", "prompt_completion", "alpaca"), ()), "preference": ("prompt", "instruction")}
+    for column in (*FORMATS[name][0], *of_texts[name]) if name in of_texts else ():
         actual = columns.get(column, column)
         texts = [text for row in rows if (text := value_at(row, actual)) not in EMPTY]
         mapping = {"messages": actual}
@@ -142,8 +153,9 @@ def _refuse_written_chats(
             asked, answered = (columns.get(each, each) for each in FORMATS["alpaca"][0])
             mapping = {"prompt": asked, "completion": answered}
         changes = [isinstance(text, str) and conversation_in(text, mapping) for text in texts]
-        # Prompts and completions may be messages, as JSON too.
-        if texts and all(changes) and not (name == "prompt_completion" and all(map(holds_messages, texts))):
+        # Prompts and answers may be messages, as JSON too.
+        are_read = name in ("prompt_completion", "preference") and all(map(holds_messages, texts))
+        if texts and all(changes) and not are_read:
             raise UserError(
                 f"data source `{source.path}`: `{actual}` holds conversations, and would be trained as the plain text "
                 "that they are written as",

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, mapping_text, parsed
+from toolkit.data.columns import EMPTY, by_lower_case, mapping_text, parsed
 from toolkit.data.labelled import PAIRS_OF_TEXTS, check_format
 from toolkit.data.rows import Related
 from toolkit.recipe.embedding import COSENT, Embedding
@@ -28,7 +28,7 @@ _PAIRS = (
     *(("query", "answer"), ("query", "document"), *PAIRS_OF_TEXTS),
 )
 """What columns of an anchor and its positive are called."""
-_SCORES = ("score", "similarity_score", "similarity", "label")
+_SCORES = ("score", "similarity_score", "similarity", "relatedness_score", "is_duplicate", "label")
 _NEGATIVES = FORMATS["related"][1]
 
 Columns = dict[str, str]
@@ -54,7 +54,7 @@ def related_columns(
     form = form_of(settings)
     check_format(source, form)
     first = {name: value for row in reversed(rows) for name, value in row.items() if name not in ignored}
-    found, spelt = dict(columns), {name.lower(): name for name in first if name not in columns.values()}
+    found, spelt = dict(columns), by_lower_case(name for name in first if name not in columns.values())
     names: tuple[str, str] = FORMATS[form][0][:2]  # type: ignore[assignment]
     if not found.keys() & {*names}:
         pair = next((each for each in _PAIRS if set(each) <= spelt.keys()), ())
@@ -62,6 +62,7 @@ def related_columns(
     scores = [spelt[each] for each in _SCORES if each in spelt]
     if form == "scored" and "score" not in found and scores:
         found["score"] = scores[0]
+        _refuse_classes(found, source.path)
     missing = next((name for name in FORMATS[form][0] if name not in found), None)
     if missing:
         has = ", ".join(f"`{name}`" for name in first) or "none"
@@ -94,6 +95,17 @@ def related_columns(
             "learn without them",
         )
     return found
+
+
+def _refuse_classes(found: Columns, source: str) -> None:
+    """Refuses the label of an inference for a score: 0 is the one of sentences that follow from each other."""
+    if found["score"].lower() == "label" and found["sentence1"].lower() == "premise":
+        raise UserError(
+            f"data source `{source}`: `{found['score']}` of a premise and a hypothesis is a class and no score, and "
+            "most data sets give what belongs together the lowest",
+            "write a `score` that is higher for what is nearer, or keep the pairs that belong together and set "
+            f"embedding.loss=multiple_negatives_ranking 'data.ignore=[{found['score']}]'",
+        )
 
 
 def form_of(settings: Embedding) -> str:
@@ -149,7 +161,7 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 def _listed(value: Any) -> list[Any]:
     """One negative or several, which may be written as JSON."""
     value = parsed(value) if isinstance(value, str) and value.startswith("[") else value
-    return value if isinstance(value, list) else [] if value in EMPTY else [value]
+    return [each for each in (value if isinstance(value, list) else [value]) if each not in EMPTY]
 
 
 def _score(row: Mapping[str, Any], where: str) -> float:

@@ -7,6 +7,7 @@ would be learnt from.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -78,6 +79,13 @@ def number_in(text: str) -> Decimal | None:
     before, mark, marked = text.rpartition("####")
     found = _NUMBER.findall(marked if mark else before or marked)
     return Decimal(found[0 if mark else -1].replace(",", "")) if found else None
+
+
+def is_one_number(text: str) -> bool:
+    """Whether no more than one number stands where the result of a reference is looked for."""
+    inside = boxed(text)
+    part = (text if inside is None else inside).rpartition("####")[2]
+    return len(_NUMBER.findall(part)) <= 1
 
 
 def is_json(text: str) -> bool:
@@ -292,18 +300,29 @@ class Scorer:
         name = self.names[-1]
         known = dict.fromkeys(key for answer in answers for key in answer.columns)
         columns = {key: [answer.columns.get(key) for answer in answers] for key in known}
+        if taken := [key for key in ("completions", "prompts") if key in known]:
+            raise UserError(
+                f"the reward `{name}` is given answers and prompts as `completions` and `prompts`, and the rows have a "
+                f"column `{taken[0]}`, too",
+                f"rename the column, or leave it out: 'data.ignore=[{taken[0]}]'",
+            )
         try:
             found = self._own([each.text for each in answers], [each.prompt for each in answers], **columns)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # Of a file that is a program, too.
             raise _wrong(name, answers[0], f"raises {in_a_line(error)}", "one of") from error
-        if not isinstance(found, list | tuple | np.ndarray) or len(found) != len(answers):
-            given = f"{len(found)} scores" if hasattr(found, "__len__") else _short(found)
-            raise _wrong(name, answers[0], f"returns {given} for {len(answers)} answers", "one of")
-        for answer, score in zip(answers, found, strict=True):
-            if isinstance(score, bool | int | float | np.number) and math.isfinite(score):
-                continue
-            raise _wrong(name, answer, f"returns {_short(score)}, which is no finite number")
-        return [float(score) for score in found]
+        scores = found.tolist() if hasattr(found, "tolist") else found  # Of arrays and tensors.
+        if not isinstance(scores, list | tuple):
+            raise _wrong(name, answers[0], f"returns {_short(found)} for {len(answers)} answers, no list", "one of")
+        if len(scores) != len(answers):
+            raise _wrong(name, answers[0], f"returns {len(scores)} scores for {len(answers)} answers", "one of")
+        return [self._finite(name, answer, score) for answer, score in zip(answers, scores, strict=True)]
+
+    def _finite(self, name: str, answer: Answer, score: Any) -> float:
+        number = score.item() if getattr(score, "ndim", None) == 0 else score
+        with contextlib.suppress(OverflowError):
+            if isinstance(number, bool | int | float) and math.isfinite(number):
+                return float(number)
+        raise _wrong(name, answer, f"returns {_short(score)}, which is no finite number")
 
 
 def _wrong(name: str, answer: Answer, what: str, of: str = "") -> UserError:
@@ -335,7 +354,7 @@ def _function(rewards: Rewards) -> Callable[..., Any]:
         exec(compile(_source("rewards.file", rewards.file), rewards.file, "exec"), names)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = f"rewards.file: {rewards.file} does not run: {in_a_line(error)}"
         raise UserError(what, "correct the file") from error
     if not callable(found := names.get(rewards.function)):

@@ -97,7 +97,7 @@ def is_empty(row: Row, task: Task) -> bool:
             said = (
                 text.text if isinstance(text, Text) else "".join(str(each["content"] or "") for each in text.messages)
             )
-            return not (label and f"{said}{second or ''}".strip())
+            return not (label and said.strip() and (second is None or second.strip()))
         case Related():
             return is_empty_related(row)
         case Tagged(words, tags):

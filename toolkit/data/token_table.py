@@ -16,7 +16,7 @@ from toolkit.data.answers import Pairs, Prompts, Verdicts
 from toolkit.data.classes import Survey
 from toolkit.data.mixture import Indices
 from toolkit.data.related import Texts, form_of
-from toolkit.data.rewards import ANSWER, Scorer, needs_reference
+from toolkit.data.rewards import ANSWER, Scorer, is_one_number, needs_reference
 from toolkit.data.tokenization import Chunker
 from toolkit.recipe import Recipe
 
@@ -109,6 +109,9 @@ class TokenTable:
             repeated=len(asked) - len(set(asked)),
             without_reference=sum(not columns[ANSWER] for _, columns in known),
             needs_reference=any(map(needs_reference, self.recipe.rewards.parts().values())),
+            several_numbers=sum(not is_one_number(columns[ANSWER]) for _, columns in known)
+            if self.recipe.rewards.numeric
+            else 0,
             unrewarded={name: int(wrong.sum()) for name, wrong in lacking.items()},
             example={name: f"{known[at][0]}: {known[at][1][ANSWER][:80]!r}" for name, at in places.items()},
         )

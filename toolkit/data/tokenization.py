@@ -37,6 +37,7 @@ from toolkit.data.formats import RowFormat
 from toolkit.data.label_encoding import closing
 from toolkit.data.messages import further_fields
 from toolkit.data.prompts import PromptFormat
+from toolkit.data.ratings import beside_answers, is_worse
 from toolkit.data.readers import RawRow
 from toolkit.data.recognition import recognise
 from toolkit.data.related import key_of
@@ -106,8 +107,8 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
 
     Returns:
         The table (columns: row, where, source, content), and for every source its format, rows, rows without
-        content, unused columns and which of them judge rows, fields of messages that are left to the chat template,
-        rows with placeholders of pictures, and which of `data.ignore` there are.
+        content, unused columns and which of them judge rows or answers, fields of messages that are left to the chat
+        template, rows with placeholders of pictures, and which of `data.ignore` there are.
     """
     sources = []
     with (
@@ -127,12 +128,15 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
             absent = set(reader.source.ignore or ())
             fields: dict[str, None] = {}
             unused: dict[str, Counter[bool | None]] = {}
+            worse: Counter[str] = Counter()
             used = row_format.used_columns()
             while batch := list(itertools.islice(rows, 1000)):
                 for name, value in (item for _, raw in batch for item in raw.items() if item[0] not in used):
                     said = unused.setdefault(name, Counter())
                     if value not in EMPTY:
                         said[verdict(value)] += 1
+                scores = beside_answers([*unused]) if task.pairs else ()
+                worse.update(one for one, other in scores for _, raw in batch if is_worse(raw, one, other))
                 for _, raw in batch if absent else ():
                     present = set(names_in(raw))
                     absent = {name for name in absent if not {name, name.rpartition(".")[2]} & present}
@@ -149,6 +153,7 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
             figures.unused_columns = list(unused)
             judging = (name for name in unused if set(unused[name]) == {True, False} and name not in row_format.ignored)
             figures.verdicts = {name: unused[name][False] for name in judging}
+            figures.worse = dict(worse)
             figures.unused_fields = list(fields)
             figures.ignored = {name: name not in absent for name in reader.source.ignore or ()}
             sources.append(figures)

@@ -315,6 +315,9 @@ def _kind_at(location: Iterable[Any]) -> Any:
             kind = get_args(lists[0])[0] if lists else None
         elif isinstance(kind, type) and issubclass(kind, Section) and part in kind.model_fields:
             kind = kind.model_fields[part].annotation
+            # Of one that may be left out, the section.
+            if type(None) in get_args(kind):
+                kind = next((one for one in get_args(kind) if isinstance(one, type) and issubclass(one, Section)), kind)
         else:
             return None
     return kind

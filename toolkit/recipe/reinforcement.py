@@ -4,7 +4,7 @@ are scored, and how strongly it learns from the scores."""
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -79,6 +79,8 @@ class NumericMatch(Reward):
 class RegexMatch(Reward):
     """1 where a regular expression is found in the answer, else 0."""
 
+    main_key: ClassVar[str | None] = "pattern"
+
     pattern: Annotated[str, AfterValidator(_pattern)]
     """In Python's syntax, searched for with `.` for line breaks too. A group named `answer` must be the reference."""
 
@@ -104,6 +106,8 @@ class LengthMatch(Reward):
 class LanguageMatch(Reward):
     """How much of the answer is in a language: the share of its letters in the language's script, or for those written
     in Latin letters, whether more of its commonest words are this language's than any other's."""
+
+    main_key: ClassVar[str | None] = "code"
 
     code: Literal[LANGUAGES]  # type: ignore[valid-type]
     """ISO 639-1."""

@@ -10,7 +10,6 @@ only known to lie between not at all and in inverse proportion, as for matrices 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,13 +67,10 @@ def best_rate(points: Sequence[Point], seed: int = 0) -> Estimate:
     Raises:
         UserError: If the least is not between the rates, or nothing like a least is to be seen.
     """
-    by_rate = defaultdict(list)
-    for point in points:
-        by_rate[point.rate].append(point.loss)
-    rates = sorted(by_rate)
+    rates = sorted({point.rate for point in points})
     if len(rates) < 3:
         raise UserError(f"{len(rates)} learning rates were tried", "sweep three or more, each twice the one before")
-    best = min(range(len(rates)), key=lambda at: sum(by_rate[rates[at]]) / len(by_rate[rates[at]]))
+    best = int(np.argmin(_levels(points, rates)))
     if best in (0, len(rates) - 1):
         raise UserError(
             f"the {'lowest' if best == 0 else 'highest'} learning rate that was tried, {rates[best]:g}, is the best",
@@ -106,6 +102,16 @@ def best_rate(points: Sequence[Point], seed: int = 0) -> Estimate:
     ends = math.log(near[0]) - center, math.log(near[-1]) - center
     least = np.where(bends > 0, -slopes / (2 * np.where(bends > 0, bends, 1.0)), np.sign(-slopes) * math.inf)
     return Estimate(center + np.clip(least, *ends))
+
+
+def _levels(points: Sequence[Point], rates: Sequence[float]) -> np.ndarray:
+    """(rates,) the loss at each rate, but for a constant: that of its runs, less what their groups add to any rate. A
+    mean would be higher where the run of a better group is missing."""
+    groups = sorted({point.group for point in points})
+    columns = [[point.rate == rate for point in points] for rate in rates]
+    columns += [[point.group == name for point in points] for name in groups[1:]]
+    losses = np.array([point.loss for point in points])
+    return np.linalg.lstsq(np.array(columns).T.astype(float), losses, rcond=None)[0][: len(rates)]
 
 
 def for_width(found: Sequence[tuple[int, Estimate]], width: int, seed: int = 0) -> Estimate:

@@ -100,6 +100,21 @@ REINFORCEMENT_RULES = {
         "a function is described, but no file has it",
         "name it, or remove rewards.function, rewards.function_weight and rewards.trust_python",
     ),
+    "rewards-lengths": _not_here(
+        "rewards.length",
+        lambda r: (
+            (length := r.rewards.length)
+            and length.min_tokens > min(length.max_tokens or length.min_tokens, r.rollout.max_completion_tokens)
+        ),
+        "min_tokens is more than max_tokens or rollout.max_completion_tokens, and no answer is long enough",
+        "lower rewards.length.min_tokens, or raise these",
+    ),
+    "rewards-tags": _not_here(
+        "rewards.format",
+        lambda r: r.rewards.format and len({*r.rewards.format.tags}) < len(r.rewards.format.tags),
+        "tags names one twice, and each has to stand once in an answer",
+        "name each once in rewards.format.tags",
+    ),
     "rollout-length": Rule(
         "rollout.max_completion_tokens",
         lambda r, _: r.writes and r.rollout.max_completion_tokens >= r.batch.seq_len,
