@@ -47,7 +47,7 @@ def test_a_sweep_of_a_small_model_offers_a_rate_for_a_wider_one(
     told = capsys.readouterr().out
     width = json.loads((place / "llama" / "config.json").read_text())["hidden_size"]
     assert f"10 runs in {sweep}, hidden size {width}: 0.004 (90%:" in told
-    assert f"{name}, hidden size {4 * width}: 0.002 (90%: 0.001" in told
+    assert f"{name}, hidden size {4 * width}: 0.002 (90%: 0.000" in told
     assert "was not measured" in told
     assert told.splitlines()[-1] == f"to train with it: toolkit launch recipe={name} learning_rate=0.002"
 

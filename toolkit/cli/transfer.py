@@ -56,7 +56,7 @@ def transfer(sweeps: Sequence[Path], target: Loaded) -> str:
     lines.append(f"{target.name}, hidden size {width:,}: {offered.text()}")
     if {size for size, _ in found} != {width} and len({size for size, _ in found}) == 1:
         lines.append(
-            "How it falls with the width was not measured: it may be not at all, or in inverse proportion.\n"
+            "How it falls with the width was not measured: mostly between not at all and in inverse proportion.\n"
             "Name a sweep of a model of another width as well to measure it."
         )
     lines += [f"not the same: {text}" for text in noted]

@@ -4,7 +4,8 @@ Near its least the loss is a parabola over the logarithm of the learning rate, t
 differ in something else, such as the seed, but for a constant. Where it is least, and how sure that is, follows from
 least squares. How it changes with the width of a model is either measured, by sweeps of two widths or more, or it is
 only known to lie between not at all and in inverse proportion, as for matrices trained with Adam in the limit of width
-(Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3).
+(Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3). Real models follow such laws roughly, small ones and
+short runs least, so an exponent is another one between the widths that were swept and the one that is asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from toolkit.common import UserError
 SHARE = 0.9
 """Of what an interval holds."""
 _DRAWS = 20_000
+_WANDERS = 0.5
+"""Standard deviation of that change of an exponent. Llamas trained from scratch for 80 steps had 0.9 between hidden sizes
+of 64 and 192, and 1.6 between 192 and 384."""
 _NEIGHBOURS = 2
 """Rates on either side of the best that are fitted: further away the loss is no parabola."""
 
@@ -123,10 +127,12 @@ def for_width(found: Sequence[tuple[int, Estimate]], width: int, seed: int = 0) 
     """
     logs = np.log([size for size, _ in found])
     draws = np.array([estimate.draws for _, estimate in found])
-    far = math.log(width)
+    far, draw = math.log(width), np.random.default_rng(seed + 1)
+    offered = draws.mean(0)
     if len(set(logs)) > 1:
         centered = logs - logs.mean()
-        slopes = (centered @ (draws - draws.mean(0))) / (centered @ centered)
-        return Estimate(draws.mean(0) + slopes * (far - logs.mean()))
-    exponents = np.random.default_rng(seed + 1).uniform(0.0, 1.0, draws.shape[1])
-    return Estimate(draws.mean(0) - exponents * (far - logs[0]))
+        offered += (centered @ (draws - offered)) / (centered @ centered) * (far - logs.mean())
+    else:
+        offered -= draw.uniform(0.0, 1.0, draws.shape[1]) * (far - logs[0])
+    beyond = np.abs(far - logs).min()
+    return Estimate(offered + draw.normal(0.0, _WANDERS, draws.shape[1]) * beyond)
