@@ -46,10 +46,10 @@ class Leading:
         named = [names[at] for at in self.alike[:_NAMED]]
         more = [f"{len(self.alike) - _NAMED} more"] if len(self.alike) > _NAMED else []
         *first, last = [*named, *more]
-        whose = "their differences hold" if len(self.alike) > 1 else "its difference holds"
+        whose = "the intervals of their differences hold" if more or first else "the interval of its difference holds"
         return (
             f"By held-out loss {', '.join(first)}{' and ' if first else ''}{last} cannot be told from the lowest, "
-            f"{names[self.lowest]}: intervals of {whose} zero (≈; 95%, on the same rows)."
+            f"{names[self.lowest]}: {whose} zero (≈; 95%, on the same rows)."
         )
 
     def texts(self, missing: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
