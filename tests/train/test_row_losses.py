@@ -24,7 +24,9 @@ def kept(run: Path) -> dict[str, Any]:
     return json.loads((run / row_losses.FILE).read_text(encoding="utf-8"))
 
 
-def test_a_run_that_goes_on_keeps_the_rows_of_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_keeps_the_rows_of_before_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And says by how much its loss has changed on the same rows, as a run that was never stopped does."""
     whole = trained("whole", *HELD_OUT)
     monkeypatch.setattr(callbacks.CleanStop, "asked", lambda stop: stop_at(2))
@@ -45,6 +47,7 @@ def test_a_run_that_goes_on_keeps_the_rows_of_before_training(monkeypatch: pytes
     assert change and change.value == pytest.approx(losses[1] - losses[0], rel=1e-4) and change.half > 0
     page = " ".join((stopped / "report.html").read_text(encoding="utf-8").split())
     assert f"change {change.text()}" in page
+    assert f"held-out change  {change.text()}" in capsys.readouterr().out
 
 
 def test_the_rows_of_the_model_that_is_published_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

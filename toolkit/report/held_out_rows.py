@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 FILE = "held_out_rows.json"
 MOST = 16_384
-"""Entries of an evaluation: of more held-out rows, neighbours are joined. An interval of so many is itself within a
-hundredth of its width, and the file below a megabyte."""
+"""Entries of an evaluation: of more held-out rows, neighbours are joined. The width of an interval of so many is itself
+known to a hundredth, and the file takes about a megabyte."""
 _Z = 1.959963984540054
 _ROUNDING = 1e-4
 """Relative. A loss is summed in fp32 within a batch, those of rows in double precision."""
@@ -48,7 +48,7 @@ class Estimate(NamedTuple):
         """`+0.0123` and `± 0.0045`, of as many digits as say something of the interval, four at least."""
         known = math.isfinite(self.half) and self.half > 0
         digits = max(4, min(8, 1 - math.floor(math.log10(self.half)))) if known else 4
-        return f"{self.value:{sign}.{digits}f}", f"± {self.half:.{digits}f}"
+        return f"{self.value:{sign}.{digits}f}", "± ?" if math.isnan(self.half) else f"± {self.half:.{digits}f}"
 
 
 def per_count(sums: ArrayLike, counts: ArrayLike) -> Estimate:

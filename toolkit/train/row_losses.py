@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from toolkit.train.selection import evaluations_by
 from toolkit.train.session import Session
 from toolkit.train.storage import unwritable
 
+_log = logging.getLogger("toolkit.train")
 _AT_A_TIME = 1000
 """Rows that are hashed."""
 
@@ -71,7 +73,7 @@ class RowLosses:
         except FileNotFoundError:
             return None
         except (OSError, ValueError):
-            set_aside(self._file)
+            _log.warning("%s cannot be read and is kept as %s", self._file, set_aside(self._file).name)
             return None
 
 
