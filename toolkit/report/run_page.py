@@ -173,12 +173,14 @@ def _tiles(record: Record) -> list[Tile]:
     losses = [(row["step"], loss) for row in rows if (loss := number(row["eval_loss"])) is not None]
     if losses and (rewards := [list(held_out(row)) for row in rows]) and rewards[-1]:
         for place, (name, value, margin) in enumerate(rewards[-1]):
-            before = [f"from {rewards[0][place][1]:.3f}"] if len(rewards) > 1 else []
-            before += [f"change {since.negative().text()}"] if since and not name else []
+            before = (f"from {rewards[0][place][1]:.3f}",) if len(rewards) > 1 else ()
+            changed = (f"change {since.negative().text()}",) if since and not name else ()
             title = f"Held-out reward{name and f', {name}'}"
             better = value > rewards[0][place][1]
             tiles.append(
-                Tile(title, f"{value:.3f} ± {margin:.3f}", (*before, "95% interval"), "", better, main=not name)
+                Tile(
+                    title, f"{value:.3f} ± {margin:.3f}", (*before, *changed, "95% interval"), "", better, main=not name
+                )
             )
     elif losses:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
