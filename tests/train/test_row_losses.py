@@ -47,7 +47,7 @@ def test_a_run_that_goes_on_keeps_the_rows_of_before_training(
     assert change and change.value == pytest.approx(losses[1] - losses[0], rel=1e-4) and change.half > 0
     page = " ".join((stopped / "report.html").read_text(encoding="utf-8").split())
     assert f"change {change.text()}" in page
-    assert f"held-out change  {change.text()}" in capsys.readouterr().out
+    assert f"its change     {change.text()}" in capsys.readouterr().out
 
 
 def test_the_rows_of_the_model_that_is_published_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

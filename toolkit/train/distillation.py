@@ -25,7 +25,7 @@ from toolkit.report.held_out_rows import per_count
 from toolkit.report.rewards import MARGIN
 from toolkit.train.rollouts import Asker, keep_answers, uniform
 from toolkit.train.session import Session
-from toolkit.train.told import Measured, Telling
+from toolkit.train.told import Measurement, Telling
 from toolkit.train.trainer import CausalTrainer
 
 _WITH_INTERVALS = ("kl", "agreement")
@@ -119,11 +119,11 @@ class DistillationTrainer(Telling, CausalTrainer):
         of_answers = dict(zip(OF_ANSWERS[1:], (answer_tokens / answers, cut / answers), strict=True)) if answers else {}
         return said | ({"on_policy": answers / rows} if rows else {}) | of_answers
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> Measured:
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         """Of tokens, beside the loss, what `FIGURES` names."""
         losses, told, trained, _ = self._judged(model, inputs)
         sums = torch.stack([losses.double().sum(), trained.sum().double()])
-        return Measured.of(sums, losses, trained, *told.unbind(1))
+        return Measurement.of(sums, losses, trained, *told.unbind(1))
 
     def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says, per trained token. Tokens of a row are alike, so intervals are those of rows.

@@ -22,7 +22,7 @@ from toolkit.models.embedding import losses_and_gradient, pooled
 from toolkit.recipe.embedding import COSENT, Embedding
 from toolkit.train.heads import BESIDE, HeadTrainer, Scored
 from toolkit.train.retrieval import correlation_figures, retrieval_figures
-from toolkit.train.told import Measured
+from toolkit.train.told import Measurement
 from toolkit.train.watchdog import beat
 
 
@@ -149,11 +149,11 @@ class EmbeddingTrainer(HeadTrainer):
         whole: torch.Tensor = self.accelerator.gather(self.accelerator.pad_across_processes(mine, pad_index=fill))
         return whole
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> Measured:
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         """Keeps the vectors of held-out rows for `figures`: no row is measured without the others."""
         vectors = self.logits(model, inputs)
         self._measured.append((inputs["rows"].cpu(), vectors.view(*inputs["keys"].shape, -1).cpu()))
-        return Measured(torch.zeros(1, dtype=torch.float64))
+        return Measurement(torch.zeros(1, dtype=torch.float64))
 
     def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says, of the vectors of all held-out rows.

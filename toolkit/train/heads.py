@@ -27,7 +27,7 @@ from toolkit.train.classes import class_figures, entity_counts, entity_figures, 
 from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import OF_ANSWERS
 from toolkit.train.session import Session
-from toolkit.train.told import Measured, Telling
+from toolkit.train.told import Measurement, Telling
 from toolkit.train.trainer import _ExactMixin
 
 OF_REWARDS = ("reward_mean", "reward_std")
@@ -66,12 +66,12 @@ class HeadTrainer(Telling, _ExactMixin, Trainer):
             self.see(measured.sums)
         return losses.sum().float(), measured.sums[1].float(), None
 
-    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Measured]:
+    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Measurement]:
         """The losses (N,) of a batch in double precision; and without gradients their sum, their number and what else
         `told` and `figures` are made of."""
         raise NotImplementedError
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> Measured:
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         return self.scored(model, inputs)[1]
 
     def trained_tokens(self, count: Any) -> Any:
@@ -100,14 +100,14 @@ class RewardTrainer(HeadTrainer):
     def items(self, batch: dict[str, Any]) -> int:
         return len(batch["input_ids"]) // 2
 
-    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Measured]:
+    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Measurement]:
         rewards = self.logits(model, inputs).view(-1, 2).double()
         losses, rewards = reward_losses(self.settings, rewards), rewards.detach()
         margins = rewards[:, 0] - rewards[:, 1]
         won = (0.5 + 0.5 * margins.sign()).sum()
         number = torch.tensor(float(len(losses)), dtype=torch.float64, device=losses.device)
         sums = torch.stack([losses.detach().sum(), number, *rewards.sum(0), won, rewards.square().sum()])
-        return losses, Measured.of(sums, losses, torch.ones_like(losses))
+        return losses, Measurement.of(sums, losses, torch.ones_like(losses))
 
     def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says.
@@ -139,7 +139,7 @@ class RewardTrainer(HeadTrainer):
 class ClassTrainer(HeadTrainer):
     """A model that tells the class of each text."""
 
-    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Measured]:
+    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Measurement]:
         logits, labels = self.logits(model, inputs).float(), inputs["labels"]
         outputs = logits.shape[-1]
         flat, wanted = logits.reshape(-1, outputs), labels.reshape(-1)
@@ -152,7 +152,7 @@ class ClassTrainer(HeadTrainer):
         table = table.scatter_add(0, places, torch.ones_like(places, dtype=torch.float64))[:-1]
         head = torch.stack([losses.detach().sum(), kept.sum().double()])
         sums = torch.cat([head, table, *self.further(found.view(labels.shape), inputs)])
-        return losses, Measured.of(sums, losses, kept)
+        return losses, Measurement.of(sums, losses, kept)
 
     def further(self, found: torch.Tensor, inputs: dict[str, Any]) -> list[torch.Tensor]:
         """Other sums over a batch, of which it is known what class each place was taken for."""

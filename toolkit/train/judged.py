@@ -16,7 +16,7 @@ from toolkit.models.layer_sums import dividing
 from toolkit.models.preference import judged_losses
 from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import ROUNDING, AnswerTrainer
-from toolkit.train.told import Measured
+from toolkit.train.told import Measurement
 
 
 class JudgedTrainer(AnswerTrainer):
@@ -60,13 +60,13 @@ class JudgedTrainer(AnswerTrainer):
         self.see(self._sums(log_probs.detach(), known, good, self._divergence))
         return losses.sum().float(), torch.tensor(float(len(losses)), device=losses.device), balance
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> Measured:
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         """Log-probabilities (held-out rows x 2), of which those of the batch are filled in: no loss is known before all
         rows have said how far the model has moved."""
         log_probs, _, _ = self.answers(model, inputs)
         table = torch.zeros(len(self.eval_dataset), 2, dtype=torch.float64, device=log_probs.device)
         table[inputs["rows"] - len(self.train_dataset)] = log_probs
-        return Measured(table.flatten())
+        return Measurement(table.flatten())
 
     def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says, of the log-probabilities of all held-out rows.

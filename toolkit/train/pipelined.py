@@ -27,7 +27,7 @@ from toolkit.models.stage import SCHEDULES, Sent, Stage, Whole, schedule_of, sha
 from toolkit.train.divided import answering
 from toolkit.train.stage_files import whole_optimizer, whole_parameters
 from toolkit.train.stage_gradients import add_tied, average
-from toolkit.train.told import Measured
+from toolkit.train.told import Measurement
 
 _HELD = (ScheduleGPipe, ScheduleZBVZeroBubble)
 """Schedules whose last stage does not go straight back through the output head."""
@@ -120,10 +120,10 @@ class Pipeline:
         nothing = torch.zeros((), device=self._device)
         return self._at_last(inputs, self._trainer.score) or (nothing, nothing, None)
 
-    def measure(self, inputs: dict[str, Any]) -> Measured:
+    def measure(self, inputs: dict[str, Any]) -> Measurement:
         """As the trainer's, as `score`."""
         nothing = torch.zeros(len(inputs["label_positions"]), 2, dtype=torch.float64, device=self._device)
-        return self._at_last(inputs, self._trainer.measure) or Measured(nothing.sum(0), nothing)
+        return self._at_last(inputs, self._trainer.measure) or Measurement(nothing.sum(0), nothing)
 
     def _at_last(self, inputs: dict[str, Any], ask: Callable[[Any, dict[str, Any]], Any]) -> Any:
         """Takes a batch through the stages, and what is asked from the last one; None on processes without it."""

@@ -32,7 +32,7 @@ from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import AnswerTrainer
 from toolkit.train.rollouts import Asker, Rollout, keep_answers, uniform
 from toolkit.train.served_answers import ServedAnswers, seed_of
-from toolkit.train.told import Measured
+from toolkit.train.told import Measurement
 from toolkit.train.watchdog import beat
 
 FILE = "rollouts.json"
@@ -172,7 +172,7 @@ class PolicyTrainer(AnswerTrainer):
         said |= {name: each / tokens for name, each in zip(OF_SERVER, of_server, strict=False)}
         return said | ({"kl": divergence / tokens} if self.settings.beta and self.objective == "grpo" else {})
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> Measured:
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         """(held-out rows x (rewards + 2)): scores of the likeliest answer to each prompt, its tokens, and whether it is
         cut; those of the batch are filled in."""
         first, width = len(self.train_dataset), len(self.asker.scorer.names) + 2
@@ -187,7 +187,7 @@ class PolicyTrainer(AnswerTrainer):
         for row, ids, given in zip(rows, asked, answers, strict=True):
             scores = self.asker.scores(ids, [given], *self._known(row))[0]
             table[row - first] = torch.tensor([*scores, len(given), self.asker.is_cut(given)], dtype=torch.float64)
-        return Measured(table.flatten())
+        return Measurement(table.flatten())
 
     def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says, of the likeliest answers to all held-out prompts.

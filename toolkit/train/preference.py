@@ -17,7 +17,7 @@ from toolkit.models.head_choice import HeadChoice
 from toolkit.models.layer_sums import dividing
 from toolkit.models.preference import pair_losses
 from toolkit.recipe.preference import Preference
-from toolkit.train.told import Measured, Telling
+from toolkit.train.told import Measurement, Telling
 from toolkit.train.trainer import CausalTrainer
 
 OF_PAIRS = ("reward_chosen", "reward_rejected", "reward_margin", "accuracy", "logp_chosen", "logp_rejected")
@@ -88,9 +88,9 @@ class PairTrainer(AnswerTrainer):
             self.see(sums)
         return losses.sum().float(), sums[1].float(), balance
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> Measured:
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         losses, sums, _ = self._judged(model, inputs)
-        return Measured.of(sums, losses, torch.ones_like(losses))
+        return Measurement.of(sums, losses, torch.ones_like(losses))
 
     def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """What is measured of a batch of held-out rows.
 
     Args:
@@ -22,7 +22,7 @@ class Measured(NamedTuple):
     each: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, sums: torch.Tensor, *each: torch.Tensor) -> Measured:
+    def of(cls, sums: torch.Tensor, *each: torch.Tensor) -> Measurement:
         """With columns (N,) of the matrix."""
         return cls(sums, torch.stack([column.detach().double() for column in each], 1))
 
@@ -33,18 +33,18 @@ class Measuring:
 
     pipeline: Any
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> Measured:
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         """Of a batch of held-out rows."""
         if self.pipeline and "input_ids" in inputs:
             return self.pipeline.measure(inputs)
         outputs, _ = self.scores(model, inputs)  # type: ignore[attr-defined]
         total, count = -outputs.log_probs.sum(), outputs.label_mask.sum()
         sums = torch.stack([total.double(), count.double()])
-        return Measured.of(sums, -outputs.log_probs[0], outputs.label_mask[0])
+        return Measurement.of(sums, -outputs.log_probs[0], outputs.label_mask[0])
 
     def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says, of the sums over all held-out rows, and of those over each (rows, columns) of
-        `Measured.each`.
+        `Measurement.each`.
 
         Returns:
             `eval_loss` (nats per trained token), `eval_perplexity`, `eval_tokens`.

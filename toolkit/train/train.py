@@ -319,7 +319,7 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
         rows.append(("held-out after", rewards) if rewards else ("held-out loss", text))
         chosen = folder.manifest().published
         if since := evaluator.rows.change(evaluator.first, evaluator.last, chosen.step if chosen else step):
-            rows.append(("held-out change", (since.negative() if rewards else since).text()))
+            rows.append(("its change", (since.negative() if rewards else since).text()))
         nearer = nearness(evaluator.first or {})
         for key, after in nearness(evaluator.last).items():
             earlier = f"{nearness_text(key, *nearer[key])} -> " if key in nearer else ""
