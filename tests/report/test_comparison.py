@@ -55,6 +55,14 @@ def test_the_same_run_twice_differs_in_nothing(tmp_path: Path) -> None:
     assert "Nothing of what they were started with is different." in comparison_text(compared).plain
 
 
+def test_runs_of_one_name_are_told_by_their_folders(tmp_path: Path) -> None:
+    for name in ("sweep", "other"):
+        (tmp_path / name).mkdir()
+    runs = [make(tmp_path / at, name="recipe") for at in ("sweep/low", "sweep/high", "other/low")]
+    assert compare(runs[:2]).names == ("low", "high")
+    assert compare(runs).names == tuple(map(str, runs))
+
+
 def test_many_runs_are_listed_the_best_first(tmp_path: Path) -> None:
     losses = [2.5, 2.1, float("nan"), 2.3, 2.9]
     runs = [make(tmp_path / f"run-{at}", 1e-4 * at, loss) for at, loss in enumerate(losses, start=1)]

@@ -356,10 +356,10 @@ def _held_out_tokens(records: Sequence[Record]) -> set[float]:
 
 
 def _names(runs: Sequence[Path], records: Sequence[Record]) -> tuple[str, ...]:
-    """The runs' names, and their paths where two have the same; numbered where one was named twice."""
-    names = [record.name for record in records]
-    if len(set(names)) < len(names):
-        names = [str(run) for run in runs]
+    """The runs' names, those of their folders where two have the same, as in a sweep, or else their paths; numbered
+    where one was named twice."""
+    kinds = [record.name for record in records], [run.resolve().name for run in runs], [str(run) for run in runs]
+    names = next((each for each in kinds if len(set(each)) == len(each)), kinds[-1])
     return tuple(f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1))
 
 
