@@ -304,3 +304,41 @@ def test_tokens_of_a_flat_batch_fill_the_units_of_fp8_on_a_gpu(monkeypatch: pyte
         assert batch["input_ids"].shape == (1, tokens)
         # What fills it up is a document of its own.
         assert batch["cu_seq_lens_q"].tolist() == [0, 9, 13, *([16] if tokens > 13 else [])]
+
+
+def of_themselves(lengths: list[list[int]]) -> list[dict[str, Any]]:
+    """Rows of documents whose tokens all are the row's number, every second of which is trained."""
+    rows = []
+    for number, documents in enumerate(lengths, start=1):
+        ids = np.full(sum(documents), number)
+        labels = np.where(np.arange(len(ids)) % 2, ids, IGNORE)
+        labels[np.cumsum(documents) - documents] = IGNORE
+        rows.append({"input_ids": ids, "labels": labels, "seq_lengths": documents})
+    return rows
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "flat", "pairs"])
+def test_the_row_of_each_loss_is_known(layout: Any) -> None:
+    rows = of_themselves([[7], [3], [12], [4]] if layout in ("padded", "pairs") else [[4, 3], [3], [6, 2, 4], [4]])
+    collator = Collator(0, layout, pad_to_multiple_of=8)
+    batch = collator(rows)
+    labels = batch["labels"].flatten() if layout == "pairs" else batch["labels"].flatten().roll(-1)
+    scored = labels[batch["label_positions"]]
+    of = collator.examples_of(rows, batch)
+    assert of.shape == scored.shape and of.min() >= 0 and of.max() < len(rows)
+    assert torch.equal(of[scored != IGNORE] + 1, scored[scored != IGNORE])
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+def test_the_row_of_each_loss_is_known_where_processes_have_parts_of_rows(size: int, chunks: int) -> None:
+    rows = of_themselves([[4, 3], [13], [6, 2, 4], [4]])
+    whole = Collator(0, "flat", size * chunks)
+    found = torch.zeros(4, dtype=torch.long)
+    for index in range(size):
+        collator = PartCollator(whole, index, size, chunks)
+        batch = collator(rows)
+        scored = batch["labels"].flatten().roll(-1)[batch["label_positions"]]
+        of = collator.examples_of(rows, batch)
+        assert torch.equal(of[scored != IGNORE] + 1, scored[scored != IGNORE])
+        found += torch.bincount(of[scored != IGNORE], minlength=4)
+    assert found.tolist() == [(row["labels"] != IGNORE).sum() for row in rows]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from example_run import example_run
@@ -54,6 +55,14 @@ def test_the_same_run_twice_differs_in_nothing(tmp_path: Path) -> None:
     assert "Nothing of what they were started with is different." in comparison_text(compared).plain
 
 
+def test_runs_of_one_name_are_told_by_their_folders(tmp_path: Path) -> None:
+    for name in ("sweep", "other"):
+        (tmp_path / name).mkdir()
+    runs = [make(tmp_path / at, name="recipe") for at in ("sweep/low", "sweep/high", "other/low")]
+    assert compare(runs[:2]).names == ("low", "high")
+    assert compare(runs).names == tuple(map(str, runs))
+
+
 def test_many_runs_are_listed_the_best_first(tmp_path: Path) -> None:
     losses = [2.5, 2.1, float("nan"), 2.3, 2.9]
     runs = [make(tmp_path / f"run-{at}", 1e-4 * at, loss) for at, loss in enumerate(losses, start=1)]
@@ -96,6 +105,96 @@ def test_answers_are_compared_where_they_are_to_the_same_rows_and_differ_by_more
     row = next(row for row in compared.results if row.name == "answers: exact match")
     assert row.texts == ("0.300 (0.200 to 0.400)", f"0.500 ({low:.3f} to 0.600)", MISSING) and row.best == best
     assert not next(row for row in compared.results if row.name == "answers: chrF").best, "they are the same"
+
+
+def measured(folder: Path, losses: Any, counts: Any = None, rows: str = "rows", **values: Any) -> Path:
+    """A run whose loss is known of each held-out row."""
+    counts = np.full(len(losses), 10.0) if counts is None else counts
+    run = make(folder, loss=float(np.sum(losses) / np.sum(counts)), **values)
+    kept = {"measured": rows, "counts": list(counts), "sums": {"8": list(losses)}}
+    (run / "held_out_rows.json").write_text(json.dumps(kept))
+    return run
+
+
+def draws(*shifts: float) -> list[Any]:
+    """Losses of 40 rows that are as hard for all models, each of which has noise of its own and a shift."""
+    draw = np.random.default_rng(3)
+    hard = draw.normal(25, 5, 40)
+    return [hard + draw.normal(0, 0.5, 40) + 10 * shift for shift in shifts]
+
+
+def held_out(compared: Any) -> Any:
+    return next(row for row in compared.results if row.name == "held-out loss")
+
+
+def test_the_best_is_marked_where_every_other_is_worse_by_more_than_chance(tmp_path: Path) -> None:
+    """Though their losses by themselves are far less certain than they differ."""
+    low, mid, high = draws(0.0, 0.05, 0.2)
+    compared = compare(
+        [measured(tmp_path / "mid", mid), measured(tmp_path / "low", low), measured(tmp_path / "high", high)]
+    )
+    assert held_out(compared).best == (1,) and not compared.notices
+    perplexity = next(row for row in compared.results if row.name == "perplexity")
+    assert perplexity.best == (1,)
+    x = mid - low
+    half = 2.0227 * x.std(ddof=1) / 40**0.5 / 10
+    above, interval = (rows_of(compared, "results")[name] for name in ("above the lowest", "95% interval"))
+    assert (above[0], interval[0]) == (f"{x.mean() / 10:+.4f}", f"± {half:.4f}")
+    assert (above[1], interval[1]) == (MISSING, MISSING)
+    assert x.mean() / 10 > half and half < 0.3 * low.std() / 40**0.5 / 10
+
+
+def test_runs_that_chance_may_have_ordered_are_not(tmp_path: Path) -> None:
+    runs = [measured(tmp_path / f"run-{at}", losses) for at, losses in enumerate(draws(0.0, 0.001, 0.5), start=1)]
+    compared = compare(runs)
+    assert held_out(compared).best == ()
+    lowest, other = sorted((0, 1), key=lambda at: float(held_out(compared).texts[at]))
+    above = rows_of(compared, "results")["above the lowest"]
+    assert above[other].startswith("≈ +0.01") and above[2].startswith("+0.5")
+    (notice,) = compared.notices
+    assert notice.startswith(f"By held-out loss run-{other + 1} cannot be told from the lowest, run-{lowest + 1}: ")
+    for columns in (80, 120):
+        text = comparison_text(compared, columns).plain
+        assert notice[:40] in text and "≈ +0.01" in text and max(map(len, text.split("\n"))) <= columns
+    assert notice in Page(comparison_page(compared)).text
+
+
+def test_many_runs_are_told_with_their_intervals(tmp_path: Path) -> None:
+    shifts = (0.0, 0.001, 0.5, 0.002, 0.6, 0.003, 0.004, 0.005)
+    runs = [
+        measured(tmp_path / f"learning_rate-{at}e-4", losses, rate=at * 1e-4)
+        for at, losses in enumerate(draws(*shifts), start=1)
+    ]
+    compared = compare(runs)
+    text = comparison_text(compared, 80).plain
+    head, *lines = text.split("\n")
+    assert max(map(len, text.split("\n"))) <= 80 and "above the lowest" in head and "training loss" not in head
+    assert lines[0].split()[3] == MISSING and "≈ +0.00" in lines[1] and "±" in lines[1] and "+0.5" in lines[7]
+    assert "learning_rate-7e-4 and learning_rate-8e-4 cannot be told from the lowest" in compared.notices[0]
+    assert "training loss" in comparison_text(compared, 120).plain.split("\n")[0]
+
+
+def test_other_rows_are_not_paired_and_nothing_is_marked(tmp_path: Path) -> None:
+    low, high = draws(0.0, 0.5)
+    compared = compare([measured(tmp_path / "one", low), measured(tmp_path / "other", high, rows="others")])
+    assert held_out(compared).best == () and "above the lowest" not in rows_of(compared, "results")
+    assert compared.notices == [
+        "Held-out losses are not of the same rows, or not made in the same way: none is marked as best."
+    ]
+    counts = np.full(40, 10.0) + np.arange(40) % 2 * 2 - 1
+    swapped = compare([measured(tmp_path / "a", low, counts), measured(tmp_path / "b", high, counts[::-1])])
+    assert held_out(swapped).best == () and "above the lowest" not in rows_of(swapped, "results")
+
+
+def test_runs_without_figures_of_rows_are_compared_by_their_losses(tmp_path: Path) -> None:
+    low, high = draws(0.0, 0.5)
+    runs = [measured(tmp_path / "low", low), measured(tmp_path / "high", high), make(tmp_path / "older", loss=2.9)]
+    compared = compare(runs)
+    assert held_out(compared).best == (0,) and rows_of(compared, "results")["above the lowest"][2] == MISSING
+    # A loss that is not that of its rows, as after a kill between both files, is compared as if they were not there.
+    write_metrics(runs[1], step_line(1), eval_line(8, 2.0))
+    compared = compare(runs)
+    assert held_out(compared).best == (1,) and "above the lowest" not in rows_of(compared, "results")
 
 
 @pytest.mark.parametrize("damage", ["empty", "garbage", "no metrics"])

@@ -79,7 +79,9 @@ def test_a_manifest_with_a_key_of_half_a_character_is_left_out(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-@pytest.mark.parametrize("name", ["manifest.json", "metrics.jsonl", "audit.json", "samples.json", "recipe.yaml"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "metrics.jsonl", "audit.json", "samples.json", "recipe.yaml", "held_out_rows.json"]
+)
 def test_what_is_no_file_is_not_waited_for(name: str, kind: str, tmp_path: Path) -> None:
     run = example_run(tmp_path / "demo")
     (run / name).unlink(missing_ok=True)

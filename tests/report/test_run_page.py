@@ -163,7 +163,9 @@ def test_the_load_of_experts_is_shown_where_there_are_any(run: Path) -> None:
         assert ("computed 1.20 times the mean." in html) == bool(end)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "audit.json", "samples.json", "metrics.jsonl", "recipe.yaml"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "audit.json", "samples.json", "metrics.jsonl", "recipe.yaml", "held_out_rows.json"]
+)
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[1, null]", b'"text"', b"\xff\xfe\x00", b"[" * 100_000])
 def test_any_missing_or_broken_file_still_gives_a_page(run: Path, name: str, content: bytes | None) -> None:
     (run / name).unlink() if content is None else (run / name).write_bytes(content)

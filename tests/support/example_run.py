@@ -126,6 +126,14 @@ ASKED: dict[str, Any] = {
 }
 
 
+ROWS: dict[str, Any] = {
+    "measured": "0123",
+    "joined": 1,
+    "counts": [40.0, 60.0],
+    "sums": {"0": [160.0, 236.0], "100": [110.0, 164.0]},
+}
+
+
 def example_run(folder: Path, **manifest: Any) -> Path:
     """Writes a run folder; `manifest` replaces keys of its manifest."""
     write_metrics(folder, eval_line(0, 3.96), *(step_line(step) for step in range(1, 101)), eval_line(100, 2.74))
@@ -133,5 +141,6 @@ def example_run(folder: Path, **manifest: Any) -> Path:
     (folder / "audit.json").write_text(json.dumps(AUDIT))
     (folder / "samples.json").write_text(json.dumps(SAMPLES))
     (folder / "evaluation.json").write_text(json.dumps(ASKED))
+    (folder / "held_out_rows.json").write_text(json.dumps(ROWS))
     (folder / "recipe.yaml").write_text("model:\n  path: ${oc.env:BASE}  # <s>\ndata:\n- split: train\n")
     return folder

@@ -85,6 +85,8 @@ class Result:
     held_out: list[dict[str, float]]
     answers: list[tuple[str, str]]
     weights: dict[str, torch.Tensor] = field(repr=False)
+    rows: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Losses of held-out rows, as the run folder has them."""
 
     @classmethod
     def read(cls, run: Path) -> Result:
@@ -93,7 +95,7 @@ class Result:
         weights = {}
         for file in sorted((run / "final").glob("*.safetensors")):
             weights |= load_file(file)
-        samples = run / "samples.json"
+        samples, rows_file = run / "samples.json", run / "held_out_rows.json"
         answers = json.loads(samples.read_text(encoding="utf-8")) if samples.is_file() else []
         return cls(
             losses=[row["loss"] for row in rows if "loss" in row],
@@ -101,6 +103,7 @@ class Result:
             held_out=[{k: v for k, v in row.items() if k.startswith("eval_")} for row in rows if "eval_loss" in row],
             answers=[(sample["before"], sample["after"]) for sample in answers],
             weights=weights,
+            rows=json.loads(rows_file.read_text(encoding="utf-8")) if rows_file.is_file() else {},
         )
 
 
@@ -111,6 +114,7 @@ class Difference:
     loss: float
     grad_norm: float
     held_out: float
+    """Of losses, and of all rows' together: the norm of their differences, relative to that of their losses."""
     weights: float
     """Of the tensor that differs most: the norm of the difference, relative to the tensor's own or, where that is
     smaller, to one step of the optimizer (the biases of attention keys stay at zero but for rounding)."""
@@ -127,11 +131,14 @@ class Difference:
         assert run.weights.keys() == reference.weights.keys()
         for name, tensor in reference.weights.items():
             assert (run.weights[name].shape, run.weights[name].dtype) == (tensor.shape, tensor.dtype), name
+        # The same rows, of as many tokens, whoever had them.
+        for key in ("measured", "counts"):
+            assert run.rows.get(key) == reference.rows.get(key), key
         evaluations = [[each["eval_loss"] for each in result.held_out] for result in (run, reference)]
         return cls(
             loss=_largest(run.losses, reference.losses),
             grad_norm=_largest(run.grad_norms, reference.grad_norms),
-            held_out=_largest(*evaluations),
+            held_out=max(_largest(*evaluations), *_of_rows(run.rows, reference.rows)),
             weights=max(_distance(run.weights[name], tensor) for name, tensor in reference.weights.items()),
         )
 
@@ -146,6 +153,15 @@ class Difference:
 
 def _largest(figures: list[float], reference: list[float]) -> float:
     return max((abs(one - other) / abs(other) for one, other in zip(figures, reference, strict=True)), default=0.0)
+
+
+def _of_rows(run: dict[str, Any], reference: dict[str, Any]) -> list[float]:
+    """Of each evaluation whose rows are kept."""
+    both = [
+        [torch.tensor(each["sums"][step], dtype=torch.float64) for each in (run, reference)]
+        for step in reference.get("sums", ())
+    ]
+    return [0.0, *(((one - other).norm() / other.norm()).item() for one, other in both)]
 
 
 def _distance(tensor: torch.Tensor, reference: torch.Tensor) -> float:

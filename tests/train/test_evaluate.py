@@ -18,16 +18,27 @@ from toolkit.train.main import main
 place = place_with("llama", "moe", "gpt2", "blenderbot")
 
 
-@pytest.mark.parametrize("model", ["llama", "moe", "gpt2", "blenderbot"])
-def test_held_out_loss_is_the_mean_over_trained_tokens(model: str) -> None:
-    """Also for a mixture of experts, whose training loss has the routers' auxiliary loss in it."""
-    kind = SEQ2SEQ if model == "blenderbot" else [f"model.path={model}"]
-    training = set_up(*kind, "data.eval_split=0.2")
+LAYOUTS = [
+    ("llama", "padded", ["model.attention=sdpa"]),
+    ("llama", "packed", ["data.packing=true", "model.attention=sdpa"]),
+    ("llama", "flat", ["data.packing=true"]),
+    ("moe", "flat", []),
+    ("gpt2", "padded", []),
+    ("blenderbot", "pairs", SEQ2SEQ),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "kind"), LAYOUTS)
+def test_held_out_loss_is_the_mean_over_trained_tokens(model: str, layout: str, kind: list[str]) -> None:
+    """And is known of each row; also for a mixture of experts, whose training loss has the routers' auxiliary loss in
+    it."""
+    training = set_up(f"model.path={model}", *kind, "data.eval_split=0.2")
+    assert training.trainer.data_collator.layout == layout
     training.trainer.model.train()
-    found = held_out_loss(training.trainer, 3, lambda batch, total: None)
+    found, rows = held_out_loss(training.trainer, 3, lambda batch, total: None)
     assert training.trainer.model.training
     network = training.trainer.model.eval()
-    total, count = 0.0, 0
+    totals, counts = [], []
     for row in training.prepared.eval:
         labels = torch.tensor(row["labels"])
         with torch.no_grad():
@@ -35,8 +46,15 @@ def test_held_out_loss_is_the_mean_over_trained_tokens(model: str) -> None:
                 logits = network(input_ids=torch.tensor([row["input_ids"]]), labels=labels[None]).logits[0]
             else:
                 logits, labels = network(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1], labels[1:]
-        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-        count += int(labels.ne(-100).sum())
+        totals.append(torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item())
+        counts.append(int(labels.ne(-100).sum()))
+    assert rows is not None and rows[1] == counts and rows[0] == pytest.approx(totals, rel=1e-5)
+    total, count = sum(totals), sum(counts)
+    x, n = torch.tensor(totals, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64)
+    variance = (x - total / count * n).square().sum() * 8 / 7 / count**2
+    assert len(counts) == 8 and found["eval_loss_plus_minus"] == pytest.approx(
+        2.36462 * variance.item() ** 0.5, rel=1e-3
+    )
     assert found["eval_loss"] == pytest.approx(total / count, rel=1e-5)
     assert found["eval_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
     assert found["eval_tokens"] == count
@@ -48,7 +66,7 @@ def test_logits_of_decoders_are_never_all_built() -> None:
     """The held-out pass runs the output head over trained tokens alone."""
     training = set_up("data.eval_split=0.2")
     with HeadProducts(training.trainer.model.config.vocab_size) as head:
-        scored = held_out_loss(training.trainer, 4, lambda batch, total: None)
+        scored, _ = held_out_loss(training.trainer, 4, lambda batch, total: None)
     assert scored["eval_tokens"] <= sum(head.rows) < scored["eval_tokens"] + 16 * len(head.rows)
 
 
@@ -64,7 +82,7 @@ def test_adapters_that_add_nothing_yet_are_not_computed_before_training(kind: li
     with training.trainer.accelerator.autocast():  # The engine, which a training prepares, has it around each pass.
         callbacks.evaluator.on_train_begin(None, state, None)
         assert not ran and callbacks.samples.rows[0].before is not None
-        with_all = held_out_loss(training.trainer, training.layout.micro_batch_size, lambda batch, total: None)
+        with_all, _ = held_out_loss(training.trainer, training.layout.micro_batch_size, lambda batch, total: None)
     assert ran and with_all == callbacks.evaluator.first
 
 

@@ -307,6 +307,8 @@ def test_encoders_train_their_heads_in_full_beside_adapters(kind: str, rows: lis
     _, model, _ = load_trained(run)
     last = [row for row in metrics(run) if "eval_loss" in row][-1]
     session = set_up(*rows, *LORA, f"model.path={kind}")
-    figures = [session.trainer.scored(model, session.trainer.data_collator([row]))[1] for row in session.prepared.eval]
+    figures = [
+        session.trainer.scored(model, session.trainer.data_collator([row]))[1].sums for row in session.prepared.eval
+    ]
     total, count, *_ = torch.stack([each[:2] for each in figures]).sum(0).tolist()
     assert total / count == pytest.approx(last["eval_loss"], rel=1e-4)

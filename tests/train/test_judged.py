@@ -204,3 +204,31 @@ def test_a_run_that_goes_on_compares_with_what_it_began_with() -> None:
     shutil.rmtree(straight / "checkpoints" / "checkpoint-4")
     assert main(["recipe=small", "output.name=straight", *saving]) == 0
     assert losses(straight) == pytest.approx(wanted, rel=1e-6) and (straight / FILE).read_bytes() == kept
+
+
+@pytest.mark.parametrize("moved_by", [0.4, -0.4])
+def test_a_rows_loss_holds_what_it_says_of_how_far_the_model_has_moved(moved_by: float) -> None:
+    """To first order it is by how much the loss of all would change if the row counted a little more."""
+    trainer = set_up().trainer
+    held = len(trainer.eval_dataset)
+    generator = torch.Generator().manual_seed(0)
+    trainer.reference = torch.zeros(len(trainer.train_dataset) + held, 2, dtype=torch.float64)
+    log_probs = torch.randn(held, 2, dtype=torch.float64, generator=generator) + moved_by
+    good = torch.tensor(trainer.eval_dataset["desirable"][:])
+    sums = log_probs.flatten().tolist()
+    rows = trainer.row_losses(sums, None)
+    mean = trainer.figures(sums, None)["eval_loss"]
+    assert rows[:, 0].mean().item() == pytest.approx(mean, rel=1e-9) and (rows[:, 1] == 1).all()
+
+    def loss(weights: torch.Tensor) -> torch.Tensor:
+        share = weights / weights.sum()
+        divergence = (share * log_probs[:, 1]).sum().clamp(min=0)
+        lead = trainer.settings.beta * (log_probs[:, 0] - divergence)
+        return (share * torch.where(good, torch.sigmoid(-lead), torch.sigmoid(lead))).sum()
+
+    weights = torch.ones(held, dtype=torch.float64)
+    for row in range(held):
+        more, less = weights.clone(), weights.clone()
+        more[row], less[row] = 1 + 1e-5, 1 - 1e-5
+        change = (loss(more) - loss(less)).item() / 2e-5
+        assert change * held == pytest.approx(rows[row, 0].item() - mean, abs=1e-7)

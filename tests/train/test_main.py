@@ -86,7 +86,7 @@ def test_run_folder_holds_all_that_is_needed(place: Path) -> None:
     assert main(["recipe=small", "profile=true"]) == 0
     run = place / "runs" / "small"
     wanted = {"recipe.yaml", "manifest.json", "metrics.jsonl", "audit.json", "samples.json", "report.html", "final"}
-    wanted |= {"profile.json.gz"}
+    wanted |= {"profile.json.gz", "held_out_rows.json"}
     assert wanted <= {file.name for file in run.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= {
         file.name for file in (run / "final").iterdir()

@@ -371,7 +371,9 @@ def kinds() -> dict[str, tuple[Survives, Callable[[], Any], int]]:
         ),
         "template": (template, lambda: some.sampled_from(TEMPLATES).flatmap(damaged), 400),
         **files("run", run_folder, True, "manifest.json", "metrics.jsonl", "audit.json", times=100),
-        **files("run", run_folder, True, "samples.json", "recipe.yaml", "evaluation.json", times=100),
+        **files(
+            "run", run_folder, True, "samples.json", "recipe.yaml", "evaluation.json", "held_out_rows.json", times=100
+        ),
         **files("llama", model, True, "config.json", "generation_config.json", "tokenizer_config.json", times=50),
         **files("llama", model, True, "tokenizer.json", times=20),
         **files("llama", model, False, "model.safetensors", times=50),

@@ -55,6 +55,7 @@ ELSEWHERE = {
     "distributed/vllm_lines": "train/test_served_answers",
     "planner/generation": "train/test_policy",
     "report/rewards": "train/test_policy",
+    "report/leading": "report/test_comparison",
     "train/reference": "train/test_preference",
     "train/sealing": "train/test_staging",
     "train/left_parts": "train/test_fast_folder",

@@ -148,6 +148,17 @@ class Collator:
             batch["max_length_q"] = batch["max_length_k"] = int(lengths[0].max())
         return batch
 
+    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
+        """The example that each of a batch's `label_positions` belongs to, known on the host."""
+        return self.example_at(batch["label_positions"], examples, batch["labels"].shape[1])
+
+    def example_at(self, places: torch.Tensor, examples: list[dict[str, Any]], width: int) -> torch.Tensor:
+        """Of places in a flattened batch, whose rows have this width; what fills up the end belongs to the last one."""
+        if self.layout != "flat":
+            return places // width
+        ends = torch.tensor([len(example["input_ids"]) for example in examples]).cumsum(0)
+        return torch.bucketize(places, ends, right=True).clamp(max=len(examples) - 1)
+
     def padded(self, rows: list[NDArray[np.int64]], value: int) -> torch.Tensor:
         """The rows, padded on the right to the longest and on to its width."""
         longest = np.array(max(map(len, rows)))
@@ -183,6 +194,10 @@ class AnswerCollator:
             return self.whole.width(lengths.sum(axis=1, keepdims=True))
         return np.repeat(self.whole.width(lengths.max(axis=1, keepdims=True)), 2, axis=1)
 
+    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
+        """Each pair has one loss."""
+        return torch.arange(len(examples))
+
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels`, `seq_lengths` of both answers, and `row`, their number."""
         return _counted(self.whole, [answer for each in examples for answer in answers_of(each)]) | _rows(examples)
@@ -209,6 +224,10 @@ class JudgedCollator:
     def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """As of the documents."""
         return self.whole.width(lengths)
+
+    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
+        """Each answer has one loss."""
+        return torch.arange(len(examples))
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels`, `seq_lengths` of both answers, `desirable`, and `row`."""
@@ -238,6 +257,10 @@ class PromptCollator:
     def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of prompts of these lengths (rows, 1), with the longest answer."""
         return self.whole.width(lengths + self.answer)
+
+    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
+        """Each prompt has one reward."""
+        return torch.arange(len(examples))
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """The numbers of rows."""
@@ -319,6 +342,12 @@ class PartCollator:
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         """(1, T / size) of (1, T)."""
         return torch.cat([tensor[:, first:end] for first, end in self.pieces(tensor.shape[1])], 1)
+
+    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
+        """As of the whole, in which the part's `label_positions` are other ones."""
+        tokens = batch["input_ids"].shape[1] * self.size
+        whole = self.part(torch.arange(tokens)[None])[0]
+        return self.whole.example_at(whole[batch["label_positions"]], examples, tokens)
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """The part of a batch."""

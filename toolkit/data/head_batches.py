@@ -44,6 +44,11 @@ class HeadCollator:
         """Of rows of these lengths (rows, texts): all texts of a row as wide as the longest."""
         return np.repeat(self.whole.width(lengths.max(axis=1, keepdims=True)), lengths.shape[1], axis=1)
 
+    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
+        """The example of each label; pairs of answers, and texts that belong together, have one loss."""
+        labels = batch["labels"].numel() if "labels" in batch else len(examples)
+        return torch.arange(labels) // max(1, labels // len(examples))
+
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels` and, of pairs, `seq_lengths` of both answers."""
         several = self.objective in (REWARD, EMBEDDING)

@@ -188,7 +188,7 @@ def _results_table(record: Record) -> list[tuple[str, ...]]:
     for metric, title, before, after in _results(record):
         texts = ["" if value is None else forms.get(metric, "{:.4g}".format)(value) for value in (before, after)]
         margins = [number(row.get(f"eval_{metric}{MARGIN}")) for row in (first, last)]
-        if None not in margins:  # What is near to a teacher; rewards have texts of their own.
+        if None not in margins:  # Rewards have texts of their own.
             texts = [f"{text} ± {margin:.2g}" if text else "" for text, margin in zip(texts, margins, strict=True)]
         change = percent_change(before, after) if metric == "loss" and before is not None and after is not None else ""
         rows.append((title, *texts, change))

@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,16 @@ from toolkit.report import page, plan_view
 from toolkit.report.charts import Series, chart, smooth
 from toolkit.report.coordinates import Dimension, coordinates
 from toolkit.report.evaluation import Score
+from toolkit.report.leading import Leading, leading
 from toolkit.report.load import Manifest, Record, finite, number, read_run
 from toolkit.report.scores import OF_MODELS, OF_TARGETS, of_tokens
 from toolkit.report.teacher import NEARNESS
 
 MISSING = "\N{EN DASH}"
+ABOVE, INTERVAL = "above the lowest", "95% interval"
+"""How far a held-out loss is above the lowest, of the same rows; and half the width of that figure's interval."""
+_OF_MANY = ("status", "held-out loss", ABOVE, "training loss", "tokens/s")
+"""What many runs are told by."""
 _OF_THE_RUN = ("output.", "description")
 """Keys of a recipe that change nothing of what is trained."""
 _ABREAST = 4
@@ -73,7 +78,8 @@ class Comparison:
 def compare(runs: Sequence[Path]) -> Comparison:
     """Reads run folders and finds what is different; never raises for what is in them."""
     records = tuple(map(read_run, runs))
-    manifests = [record.manifest for record in records]
+    manifests, names = [record.manifest for record in records], _names(runs, records)
+    order = leading(records, list(map(_last_loss, records)), len(_held_out_tokens(records)) < 2)
     differences = {
         "recipe": _different([_recipe_values(record) for record in records], inline),
         "data and model": _different([_inputs(record) for record in records]),
@@ -83,10 +89,10 @@ def compare(runs: Sequence[Path]) -> Comparison:
     }
     return Comparison(
         records,
-        _names(runs, records),
+        names,
         {kind: rows for kind, rows in differences.items() if rows},
-        _results(records),
-        _notices(records),
+        _results(records, order),
+        _notices(records, order, names),
     )
 
 
@@ -177,24 +183,28 @@ def _marked(row: Row) -> list[str | Text]:
 
 def _in_rows(compared: Comparison, names: Sequence[str], columns: int) -> Text:
     """A row for each run: its result and as much of what is different in the recipes as fits."""
-    held_out = next((row for row in compared.results if row.name == "held-out loss"), None)
+    rows = {row.name: row for row in compared.results}
+    if ABOVE in rows:
+        both = zip(rows[ABOVE].texts, rows[INTERVAL].texts, strict=True)
+        rows[ABOVE] = Row(ABOVE, tuple(" ".join(dict.fromkeys(texts)) for texts in both))
     order = sorted(range(len(names)), key=lambda at: (_last_loss(compared.records[at]), at))
-    wanted = [row for row in compared.results if row.name in ("held-out loss", "training loss", "tokens/s", "status")]
     own = compared.differences.get("recipe", [])
-    for count in range(len(own), -1, -1):
-        shown = [*own[:count], *wanted]
+    # The loss in training says less than all else.
+    left_out = [(), ("training loss",)][: 1 + (ABOVE in rows)]
+    for without, count in itertools.product(left_out, range(len(own), -1, -1)):
+        shown = [*own[:count], *(rows[name] for name in _OF_MANY if name in rows and name not in without)]
         heads: list[str | Text] = ["", *(row.name.rpartition(".")[2] for row in shown)]
         texts = [_marked(row) for row in shown]
         cells = [heads, *([names[at], *(column[at] for column in texts)] for at in order)]
         found = table(cells, "l" + "r" * len(shown))
-        if count == 0 or max(map(len, found.split("\n"))) <= columns:
+        if max(map(len, found.split("\n"))) <= columns:
             break
     lines = found.split("\n")
     lines[0].stylize("bold")
     others = sum(map(len, compared.differences.values())) - count
     if others:
         lines.append(Text(f"not shown: {others:,} of the differences (--html FILE has all)", "dim"))
-    if held_out is None:
+    if "held-out loss" not in rows:
         lines.append(Text("None of them was evaluated on held-out rows.", "dim"))
     return Text("\n").join(lines)
 
@@ -237,17 +247,21 @@ def _machine(manifest: Manifest) -> dict[str, str]:
     return values
 
 
-def _results(records: Sequence[Record]) -> list[Row]:
+def _results(records: Sequence[Record], order: Leading) -> list[Row]:
     """What came out, as far as at least one run has it."""
     losses = [_last_loss(record) for record in records]
-    lowest = min if len(_held_out_tokens(records)) < 2 else None
+    above, intervals = order.texts(MISSING)
+    of_labels = _figures("perplexity", _of_labels(records, losses), lambda loss: perplexity_text(perplexity_of(loss)))
+    of_labels = replace(of_labels, best=tuple(at for at in order.best if of_labels.texts[at] != MISSING))
     rows = [
         Row("status", tuple(record.manifest.status or "unknown" for record in records)),
         _figures("steps", [_newest(record, "step") for record in records], lambda value: f"{value:,.0f}"),
         _figures("tokens", [_newest(record, "tokens") for record in records], compact),
         _figures("held-out loss before", [_first_loss(record) for record in records], _loss),
-        _figures("held-out loss", losses, _loss, lowest),
-        _figures("perplexity", _of_labels(records, losses), lambda loss: perplexity_text(perplexity_of(loss)), lowest),
+        replace(_figures("held-out loss", losses, _loss), best=order.best),
+        Row(ABOVE, above),
+        Row(INTERVAL, intervals),
+        of_labels,
         *(_figures(name, found, lambda value: f"{value:.4g}", max) for name, found in _scores(records)),
         *_asked(records),
         _figures("training loss", [_newest(record, "loss") for record in records], _loss),
@@ -321,8 +335,8 @@ def _asked(records: Sequence[Record]) -> list[Row]:
     return rows
 
 
-def _notices(records: Sequence[Record]) -> list[str]:
-    """Why losses may not be compared."""
+def _notices(records: Sequence[Record], order: Leading, names: Sequence[str]) -> list[str]:
+    """Why losses may not be compared, and which cannot be told from each other."""
     notices = [f"{record.folder}: {problem}" for record in records for problem in record.problems]
     tokens = _held_out_tokens(records)
     if len(tokens) > 1:
@@ -331,7 +345,9 @@ def _notices(records: Sequence[Record]) -> list[str]:
     objectives = {_recipe_values(record).get("objective") for record in records if record.recipe}
     if len(objectives) > 1:
         notices.append("The runs have different objectives, whose losses cannot be compared.")
-    return notices
+    elif order.unlike:
+        notices.append("Held-out losses are not of the same rows, or not made in the same way: none is marked as best.")
+    return [*notices, *filter(None, [order.sentence(names)])]
 
 
 def _held_out_tokens(records: Sequence[Record]) -> set[float]:
@@ -340,10 +356,10 @@ def _held_out_tokens(records: Sequence[Record]) -> set[float]:
 
 
 def _names(runs: Sequence[Path], records: Sequence[Record]) -> tuple[str, ...]:
-    """The runs' names, and their paths where two have the same; numbered where one was named twice."""
-    names = [record.name for record in records]
-    if len(set(names)) < len(names):
-        names = [str(run) for run in runs]
+    """The runs' names, those of their folders where two have the same, as in a sweep, or else their paths; numbered
+    where one was named twice."""
+    kinds = [record.name for record in records], [run.resolve().name for run in runs], [str(run) for run in runs]
+    names = next((each for each in kinds if len(set(each)) == len(each)), kinds[-1])
     return tuple(f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1))
 
 

@@ -22,7 +22,8 @@ from toolkit.distributed.engine_state import EngineState
 from toolkit.distributed.layout import BatchLayout
 from toolkit.files import read_file
 from toolkit.planner.plan import Plan
-from toolkit.report import evaluation
+from toolkit.report import evaluation, held_out_rows
+from toolkit.report.held_out_rows import Estimate, HeldOutRows, RowLosses
 
 Read = TypeVar("Read", bound=BaseModel)
 
@@ -197,6 +198,7 @@ class Record:
     samples: list[Sample] = field(default_factory=list)
     asked: evaluation.Evaluation = field(default_factory=evaluation.Evaluation)
     """What `toolkit evaluate` found, after training."""
+    held_out_rows: HeldOutRows | None = None
     recipe: str = ""
     problems: list[str] = field(default_factory=list)
 
@@ -211,6 +213,20 @@ class Record:
         chosen = self.manifest.published
         rows = [row for row in self.evaluations if not chosen or row["step"] == chosen.step]
         return rows[-1] if rows else None
+
+    @property
+    def row_losses(self) -> RowLosses | None:
+        """Of the evaluation that is the result, where they are known."""
+        return self.held_out_rows.of(self.result) if self.held_out_rows else None
+
+    @property
+    def change(self) -> Estimate | None:
+        """Of the held-out loss since before training, on the same rows; None where that is not known."""
+        result = self.result
+        before = next((row for row in self.evaluations if row["step"] == 0), None)
+        if not self.held_out_rows or not self.row_losses or before is result:
+            return None
+        return self.row_losses.since(self.held_out_rows.of(before))
 
     @property
     def accuracy_of(self) -> str:
@@ -261,14 +277,16 @@ def read_run(folder: Path) -> Record:
     manifest, problems = read_manifest(folder)
     training, evaluations = read_metrics(folder / "metrics.jsonl")
     audit = _checked(Audit, _read_json(folder / "audit.json", problems), "audit.json", problems)
-    rows = _read_json(folder / "samples.json", problems)
-    rows = rows if isinstance(rows, list) else [rows]
-    samples = [sample for row in rows if (sample := _checked(Sample, row, "samples.json", problems))]
+    content = _read_json(folder / "samples.json", problems)
+    content = content if isinstance(content, list) else [content]
+    samples = [sample for row in content if (sample := _checked(Sample, row, "samples.json", problems))]
     content = _read_json(folder / evaluation.FILE, problems)
     asked = _checked(evaluation.Evaluation, content, evaluation.FILE, problems) or evaluation.Evaluation()
+    content = _read_json(folder / held_out_rows.FILE, problems)
+    rows = _checked(HeldOutRows, content, held_out_rows.FILE, problems)
     file = folder / "recipe.yaml"
     recipe = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    return Record(folder, manifest, training, evaluations, audit, samples, asked, recipe, problems)
+    return Record(folder, manifest, training, evaluations, audit, samples, asked, rows, recipe, problems)
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, list[str]]:

@@ -168,16 +168,19 @@ def _notices(record: Record) -> list[str]:
 
 def _tiles(record: Record) -> list[Tile]:
     tiles = []
-    result, chosen = record.result, record.manifest.published
+    result, chosen, since = record.result, record.manifest.published, record.change
     rows = [row for row in record.evaluations if row is record.evaluations[0] or row is result]
     losses = [(row["step"], loss) for row in rows if (loss := number(row["eval_loss"])) is not None]
     if losses and (rewards := [list(held_out(row)) for row in rows]) and rewards[-1]:
         for place, (name, value, margin) in enumerate(rewards[-1]):
             before = (f"from {rewards[0][place][1]:.3f}",) if len(rewards) > 1 else ()
+            changed = (f"change {since.negative().text()}",) if since and not name else ()
             title = f"Held-out reward{name and f', {name}'}"
             better = value > rewards[0][place][1]
             tiles.append(
-                Tile(title, f"{value:.3f} ± {margin:.3f}", (*before, "95% interval"), "", better, main=not name)
+                Tile(
+                    title, f"{value:.3f} ± {margin:.3f}", (*before, *changed, "95% interval"), "", better, main=not name
+                )
             )
     elif losses:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
@@ -189,7 +192,8 @@ def _tiles(record: Record) -> list[Tile]:
             text, steps = f"{first:.3f} → {text}", f"step {first_step:,} to {last_step:,}"
             both = (perplexity_text(perplexity_of(each)) for each in (first, last))
             perplexity = perplexity and f"perplexity {' → '.join(both)}"
-        notes = tuple(filter(None, (steps, perplexity, chosen.what if chosen else "")))
+        moved = f"change {since.text()}" if since else ""
+        notes = tuple(filter(None, (steps, perplexity, moved, chosen.what if chosen else "")))
         tiles.append(Tile("Held-out loss", text, notes, change, last < first, main=True))
         if accuracies:
             before = (f"from {accuracies[0]:.1%}",) if len(accuracies) > 1 else ()

@@ -32,6 +32,7 @@ from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
 from toolkit.train.process import peak_host_bytes
+from toolkit.train.row_losses import RowLosses
 from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
 from toolkit.train.storage import is_gone, unwritable
@@ -216,6 +217,7 @@ class Evaluator(TrainerCallback):
 
     def __init__(self, session: Session, meter: Meter | None) -> None:
         self._session, self._settings, self._meter = session, session.recipe.evaluation, meter
+        self.rows = RowLosses(session)
         self.first: dict[str, float] | None = None
         self.last: dict[str, float] | None = None
         self._evaluated_step = -1
@@ -258,10 +260,11 @@ class Evaluator(TrainerCallback):
     def _run(self, step: int) -> dict[str, float]:
         self._evaluated_step = step
         started = time.monotonic()
-        self.last = evaluate(self._session) if step else evaluate_untrained(self._session)
+        self.last, rows = evaluate(self._session) if step else evaluate_untrained(self._session)
         # Trackers take numbers, and no tables.
         self._session.trainer.log({key: value for key, value in self.last.items() if isinstance(value, int | float)})
         if self._meter:
+            self.rows.keep(step, rows)
             self._meter.evaluated(step, self.last, time.monotonic() - started)
         return self.last
 

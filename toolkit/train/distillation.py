@@ -21,11 +21,11 @@ from toolkit.models.output_head import HeadChoice
 from toolkit.models.teacher import Teacher, require_fused
 from toolkit.recipe.distillation import Distillation
 from toolkit.recipe.teaching import of_teacher
+from toolkit.report.held_out_rows import per_count
 from toolkit.report.rewards import MARGIN
 from toolkit.train.rollouts import Asker, keep_answers, uniform
-from toolkit.train.scoring import Z
 from toolkit.train.session import Session
-from toolkit.train.told import Telling
+from toolkit.train.told import Measurement, Telling
 from toolkit.train.trainer import CausalTrainer
 
 _WITH_INTERVALS = ("kl", "agreement")
@@ -119,43 +119,26 @@ class DistillationTrainer(Telling, CausalTrainer):
         of_answers = dict(zip(OF_ANSWERS[1:], (answer_tokens / answers, cut / answers), strict=True)) if answers else {}
         return said | ({"on_policy": answers / rows} if rows else {}) | of_answers
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Sums over a batch in double precision: the loss and the cross-entropy of tokens; of rows how many there are,
-        the squares of their numbers of tokens, and of each figure with an interval its sum over the row x: of rows x,
-        x squared, and x times the row's tokens."""
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
+        """Of tokens, beside the loss, what `FIGURES` names."""
         losses, told, trained, _ = self._judged(model, inputs)
-        rows, size = rows_of(inputs)
+        sums = torch.stack([losses.double().sum(), trained.sum().double()])
+        return Measurement.of(sums, losses, trained, *told.unbind(1))
 
-        def by_row(each: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.float64, device=each.device).index_add_(0, rows, each.double())
-
-        tokens = by_row(trained)
-        parts = [losses.double().sum(), told[:, FIGURES.index("cross_entropy")].double().sum(), (tokens > 0).sum()]
-        parts += [tokens.sum(), tokens.square().sum()]
-        for name in _WITH_INTERVALS:
-            each = by_row(told[:, FIGURES.index(name)])
-            parts += [each.sum(), each.square().sum(), (each * tokens).sum()]
-        return torch.stack([part.double() for part in parts])
-
-    def figures(self, sums: list[float]) -> dict[str, float]:
-        """What an evaluation says, per trained token.
-
-        Tokens of a row are alike, so intervals are those of a ratio of sums over rows (Cochran 1977, Sampling
-        Techniques, section 6.5): of R = sum of x / sum of n the variance is rows / (rows - 1) times the sum of
-        (x - R n)² over the square of the sum of n.
+    def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
+        """What an evaluation says, per trained token. Tokens of a row are alike, so intervals are those of rows.
 
         Returns:
             `eval_loss`, `eval_tokens`, and `eval_…` of what `FIGURES` names, with half the width of the 95% intervals
             of `eval_kl` and `eval_agreement` as `…_plus_minus`.
         """
-        loss, surprise, rows, tokens, squares, *others = sums
-        found = {"eval_loss": loss / tokens, "eval_tokens": int(tokens), "eval_cross_entropy": surprise / tokens}
-        for place, name in enumerate(_WITH_INTERVALS):
-            total, squared, with_tokens = others[3 * place : 3 * place + 3]
-            mean = total / tokens
-            spread = max(0.0, squared - 2 * mean * with_tokens + mean**2 * squares)
-            variance = spread * rows / max(1.0, rows - 1) / tokens**2
-            found |= {f"eval_{name}": mean, f"eval_{name}{MARGIN}": Z * variance**0.5}
+        assert rows is not None, "a loss of tokens is one of rows"
+        (loss, tokens), (_, counts, *told) = sums, rows.cpu().numpy().T
+        found: dict[str, float] = {"eval_loss": loss / tokens, "eval_tokens": int(tokens)}
+        for name, each in zip(FIGURES, told, strict=True):
+            found[f"eval_{name}"], half = per_count(each, counts)
+            if name in _WITH_INTERVALS:
+                found[f"eval_{name}{MARGIN}"] = half
         return found
 
     def _judged(
@@ -171,15 +154,6 @@ class DistillationTrainer(Telling, CausalTrainer):
             self.output_head.scorer = None
         trained = outputs.label_mask[0]
         return -outputs.log_probs[0], criterion.figures * trained[:, None], trained, balance
-
-
-def rows_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    """The row (N) of each of the tokens at the `label_positions` of a batch, and the number of rows."""
-    positions, shape = inputs["label_positions"], inputs["input_ids"].shape
-    if "cu_seq_lens_q" in inputs:
-        ends = inputs["cu_seq_lens_q"][1:]
-        return torch.bucketize(positions, ends.to(positions.device), right=True), len(ends)
-    return positions // shape[1], shape[0]
 
 
 def check_heads(session: Session, batch: dict[str, Any]) -> None:

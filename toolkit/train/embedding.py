@@ -22,6 +22,7 @@ from toolkit.models.embedding import losses_and_gradient, pooled
 from toolkit.recipe.embedding import COSENT, Embedding
 from toolkit.train.heads import BESIDE, HeadTrainer, Scored
 from toolkit.train.retrieval import correlation_figures, retrieval_figures
+from toolkit.train.told import Measurement
 from toolkit.train.watchdog import beat
 
 
@@ -148,13 +149,13 @@ class EmbeddingTrainer(HeadTrainer):
         whole: torch.Tensor = self.accelerator.gather(self.accelerator.pad_across_processes(mine, pad_index=fill))
         return whole
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         """Keeps the vectors of held-out rows for `figures`: no row is measured without the others."""
         vectors = self.logits(model, inputs)
         self._measured.append((inputs["rows"].cpu(), vectors.view(*inputs["keys"].shape, -1).cpu()))
-        return torch.zeros(1, dtype=torch.float64)
+        return Measurement(torch.zeros(1, dtype=torch.float64))
 
-    def figures(self, sums: list[float]) -> dict[str, float]:
+    def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says, of the vectors of all held-out rows.
 
         Returns:
@@ -162,13 +163,13 @@ class EmbeddingTrainer(HeadTrainer):
             `retrieval` says of pairs, or of scores.
         """
         first, held = len(self.train_dataset), self.eval_dataset.with_format("numpy")  # type: ignore[arg-type,union-attr]
-        rows = torch.cat([rows for rows, _ in self._measured]) - first
+        numbers = torch.cat([numbers for numbers, _ in self._measured]) - first
         mine = torch.cat([vectors for _, vectors in self._measured])
         self._measured = []
         count = len(held)
         table = torch.zeros(count, *mine.shape[1:])
-        table[rows] = mine
-        times = torch.zeros(count).index_fill(0, rows, 1.0)
+        table[numbers] = mine
+        times = torch.zeros(count).index_fill(0, numbers, 1.0)
         whole, times = (self.accelerator.reduce(each.to(self.args.device), reduction="sum") for each in (table, times))
         # A process may have had rows of another for nothing.
         vectors = whole / times.view(-1, 1, 1)

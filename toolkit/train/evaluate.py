@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object, send_to_device
@@ -25,11 +25,13 @@ from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_idle
 from toolkit.models.pipeline import piped
 from toolkit.models.shared_rows import sharing
+from toolkit.report.held_out_rows import joined, per_count
+from toolkit.report.rewards import MARGIN
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
 
 
-def evaluate(session: Session) -> dict[str, float]:
+def evaluate(session: Session) -> Evaluated:
     """One evaluation on all processes: held-out loss and, where asked for, metrics of generated targets."""
     trainer, settings = session.trainer, session.recipe.evaluation
     layout = session.layout
@@ -39,35 +41,65 @@ def evaluate(session: Session) -> dict[str, float]:
         # A server divides what it is asked by itself.
         size = math.ceil(len(trainer.eval_dataset) / session.world.world_size)
     batch_size = settings.batch_size or size
-    metrics = held_out_loss(trainer, batch_size, session.progress.evaluating)
+    metrics, rows = held_out_loss(trainer, batch_size, session.progress.evaluating)
     if settings.generation_metrics:
         metrics |= generated_metrics(session, batch_size)
-    return metrics
+    return Evaluated(metrics, rows)
 
 
-def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], None]) -> dict[str, float]:
+def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], None]) -> Evaluated:
     """The figures of a trainer's held-out rows: mean loss over all of them, and what else it says of them.
 
     Returns:
-        See `figures` of the trainer.
+        See `figures` of the trainer; and `eval_loss_plus_minus`, where its loss is one of rows and there are several.
     """
     if callable(getattr(trainer.optimizer, "eval", None)):
         # Schedule-free optimizers train one point and evaluate another; each training step switches back.
         trainer.optimizer.eval()
+    device = trainer.accelerator.device
     sums: Any = 0.0
-    for inputs, is_own in batches_of(trainer, trainer.eval_dataset, batch_size, on_batch):
-        measured = trainer.measure(trainer.model_wrapped, inputs).to(trainer.accelerator.device)
-        sums = sums + (measured if is_own else torch.zeros_like(measured))
+    table: torch.Tensor | None = None
+    for inputs, is_own, rows in batches_of(trainer, trainer.eval_dataset, batch_size, on_batch):
+        measured = trainer.measure(trainer.model_wrapped, inputs)
+        own = measured.sums.to(device)
+        sums = sums + (own if is_own else torch.zeros_like(own))
+        if measured.each is None:
+            continue
+        if table is None:
+            table = measured.each.new_zeros(len(trainer.eval_dataset), measured.each.shape[1])
+        if is_own:
+            # The host knows the rows: no device is waited for.
+            table.index_add_(0, rows, measured.each)
     # Gloo and NCCL both sum float64; a float32 sum of many tokens would lose digits.
-    figures: dict[str, float] = trainer.figures(
-        (trainer.accelerator.reduce(sums, reduction="sum") / dividing()).tolist()
+    sums, table = (
+        None if each is None else trainer.accelerator.reduce(each, reduction="sum") / dividing()
+        for each in (sums, table)
     )
-    return figures
+    figures: dict[str, float] = trainer.figures(sums.tolist(), table)
+    losses = trainer.row_losses(sums.tolist(), table)
+    if losses is None:
+        return Evaluated(figures, None)
+    columns = losses.cpu().numpy().T
+    if not math.isnan(half := per_count(*columns).half):
+        figures[f"eval_loss{MARGIN}"] = half
+    return Evaluated(figures, joined(columns))
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation says.
+
+    Args:
+        metrics: By name.
+        rows: See `held_out_rows.joined`; None where a loss is not one of a row.
+    """
+
+    metrics: dict[str, float]
+    rows: list[list[float]] | None
 
 
 def batches_of(
     trainer: Any, dataset: Any, batch_size: int, on_batch: Callable[[int, int], None]
-) -> Iterator[tuple[dict[str, Any], bool]]:
+) -> Iterator[tuple[dict[str, Any], bool, torch.Tensor]]:
     """All rows of a data set in batches on this process's device, while the model is in evaluation mode.
 
     No logits are kept between batches. Rows are dealt in turn to the processes, or to groups of them that get the
@@ -75,7 +107,8 @@ def batches_of(
     engines need all processes in each.
 
     Returns:
-        Batches of the collator, and whether they are this process's own; else they are another's, for nothing.
+        Batches of the collator; whether they are this process's own, else they are another's, for nothing; and the row
+        (N) of each loss in the batch, see the collator's `examples_of`.
     """
     accelerator = trainer.accelerator
     together = sharing() * dividing()
@@ -91,8 +124,11 @@ def batches_of(
             beat("evaluating")
             index = turn * world + rank
             rows = batches[min(index, len(batches) - 1)]
-            inputs = trainer.data_collator([dataset[row] for row in rows])
-            yield send_to_device(inputs, accelerator.device), index < len(batches)
+            examples = [dataset[row] for row in rows]
+            inputs = trainer.data_collator(examples)
+            places = torch.tensor(rows)[trainer.data_collator.examples_of(examples, inputs)]
+            inputs, places = send_to_device((inputs, places), accelerator.device)
+            yield inputs, index < len(batches), places
             on_batch(turn + 1, rounds)
 
 

@@ -27,7 +27,7 @@ from toolkit.train.classes import class_figures, entity_counts, entity_figures, 
 from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import OF_ANSWERS
 from toolkit.train.session import Session
-from toolkit.train.told import Telling
+from toolkit.train.told import Measurement, Telling
 from toolkit.train.trainer import _ExactMixin
 
 OF_REWARDS = ("reward_mean", "reward_std")
@@ -61,17 +61,17 @@ class HeadTrainer(Telling, _ExactMixin, Trainer):
 
     def score(self, model: Any, inputs: dict[str, Any]) -> Scored:
         """Of a batch: the sum of the losses, how many these are, and no loss of routers."""
-        total, sums = self.scored(model, inputs)
+        losses, measured = self.scored(model, inputs)
         if model.training:
-            self.see(sums)
-        return total.float(), sums[1].float(), None
+            self.see(measured.sums)
+        return losses.sum().float(), measured.sums[1].float(), None
 
-    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the losses of a batch; and, without gradients and in double precision, that sum, their number and
-        what else `told` and `figures` are made of."""
+    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Measurement]:
+        """The losses (N,) of a batch in double precision; and without gradients their sum, their number and what else
+        `told` and `figures` are made of."""
         raise NotImplementedError
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         return self.scored(model, inputs)[1]
 
     def trained_tokens(self, count: Any) -> Any:
@@ -100,15 +100,16 @@ class RewardTrainer(HeadTrainer):
     def items(self, batch: dict[str, Any]) -> int:
         return len(batch["input_ids"]) // 2
 
-    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Measurement]:
         rewards = self.logits(model, inputs).view(-1, 2).double()
         losses, rewards = reward_losses(self.settings, rewards), rewards.detach()
-        margins, total = rewards[:, 0] - rewards[:, 1], losses.sum()
+        margins = rewards[:, 0] - rewards[:, 1]
         won = (0.5 + 0.5 * margins.sign()).sum()
         number = torch.tensor(float(len(losses)), dtype=torch.float64, device=losses.device)
-        return total, torch.stack([total.detach(), number, *rewards.sum(0), won, rewards.square().sum()])
+        sums = torch.stack([losses.detach().sum(), number, *rewards.sum(0), won, rewards.square().sum()])
+        return losses, Measurement.of(sums, losses, torch.ones_like(losses))
 
-    def figures(self, sums: list[float]) -> dict[str, float]:
+    def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says.
 
         Returns:
@@ -138,19 +139,20 @@ class RewardTrainer(HeadTrainer):
 class ClassTrainer(HeadTrainer):
     """A model that tells the class of each text."""
 
-    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Measurement]:
         logits, labels = self.logits(model, inputs).float(), inputs["labels"]
         outputs = logits.shape[-1]
         flat, wanted = logits.reshape(-1, outputs), labels.reshape(-1)
-        total = F.cross_entropy(flat, wanted, ignore_index=IGNORE, reduction="none").double().sum()
+        losses = F.cross_entropy(flat, wanted, ignore_index=IGNORE, reduction="none").double()
         kept = wanted != IGNORE
         found = flat.detach().argmax(-1)
         # (classes x classes): row by row what each class was taken for; the last place is for what has no label.
         places = torch.where(kept, wanted * outputs + found, outputs**2)
         table = torch.zeros(outputs**2 + 1, dtype=torch.float64, device=flat.device)
         table = table.scatter_add(0, places, torch.ones_like(places, dtype=torch.float64))[:-1]
-        head = torch.stack([total.detach(), kept.sum().double()])
-        return total, torch.cat([head, table, *self.further(found.view(labels.shape), inputs)])
+        head = torch.stack([losses.detach().sum(), kept.sum().double()])
+        sums = torch.cat([head, table, *self.further(found.view(labels.shape), inputs)])
+        return losses, Measurement.of(sums, losses, kept)
 
     def further(self, found: torch.Tensor, inputs: dict[str, Any]) -> list[torch.Tensor]:
         """Other sums over a batch, of which it is known what class each place was taken for."""
@@ -160,7 +162,7 @@ class ClassTrainer(HeadTrainer):
         table = self._table(sums)
         return {"accuracy": sum(row[n] for n, row in enumerate(table)) / max(sum(map(sum, table)), 1)}
 
-    def figures(self, sums: list[float]) -> dict[str, Any]:
+    def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, Any]:
         """What an evaluation says.
 
         Returns:
@@ -192,13 +194,14 @@ class TokenTrainer(ClassTrainer):
             counts += torch.tensor(entity_counts(there, said, types))
         return [counts.flatten().to(found.device)]
 
-    def figures(self, sums: list[float]) -> dict[str, Any]:
+    def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, Any]:
         """As of classes; where these are tags of entities also `eval_entity_f1`, `eval_entity_precision`,
         `eval_entity_recall`, and `eval_entities` with those of each type."""
         types = entity_types(self.classes)
         counts = sums[2 + len(self.classes) ** 2 :]
-        rows = [[int(each) for each in counts[3 * n : 3 * n + 3]] for n in range(len(types))]
-        return super().figures(sums) | (entity_figures(dict(zip(types, rows, strict=True))) if types else {})
+        table = [[int(each) for each in counts[3 * n : 3 * n + 3]] for n in range(len(types))]
+        found = entity_figures(dict(zip(types, table, strict=True))) if types else {}
+        return super().figures(sums, rows) | found
 
 
 def _keep_embeddings_apart(plugin: Any, model: Any) -> None:

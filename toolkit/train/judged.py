@@ -16,6 +16,7 @@ from toolkit.models.layer_sums import dividing
 from toolkit.models.preference import judged_losses
 from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import ROUNDING, AnswerTrainer
+from toolkit.train.told import Measurement
 
 
 class JudgedTrainer(AnswerTrainer):
@@ -59,30 +60,45 @@ class JudgedTrainer(AnswerTrainer):
         self.see(self._sums(log_probs.detach(), known, good, self._divergence))
         return losses.sum().float(), torch.tensor(float(len(losses)), device=losses.device), balance
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         """Log-probabilities (held-out rows x 2), of which those of the batch are filled in: no loss is known before all
         rows have said how far the model has moved."""
         log_probs, _, _ = self.answers(model, inputs)
         table = torch.zeros(len(self.eval_dataset), 2, dtype=torch.float64, device=log_probs.device)
         table[inputs["rows"] - len(self.train_dataset)] = log_probs
-        return table.flatten()
+        return Measurement(table.flatten())
 
-    def figures(self, sums: list[float]) -> dict[str, float]:
+    def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says, of the log-probabilities of all held-out rows.
 
         Returns:
             `eval_loss` (per answer), `eval_answers`, and what is `told`.
         """
-        assert self.reference is not None
-        log_probs = torch.tensor(sums, dtype=torch.float64).view(-1, 2)
-        known = self.reference[len(self.train_dataset) :].cpu()
-        good = torch.tensor(self.eval_dataset["desirable"][:])
+        log_probs, known, good = self._held_out(sums)
         divergence = (log_probs - known)[:, 1].mean().clamp(min=0)
         losses = judged_losses(self.settings, (log_probs - known)[:, 0], good, divergence)
         told = self.told(self._sums(log_probs[:, 0], known[:, 0], good, divergence).tolist())
         return {"eval_loss": losses.mean().item(), "eval_answers": len(good)} | {
             f"eval_{name}": value for name, value in told.items()
         }
+
+    def row_losses(self, sums: list[float], rows: torch.Tensor | None) -> torch.Tensor:
+        """Of each row also what it moves the losses of all by, through how far it says that the model has moved: to
+        first order, so that intervals hold both. The sum of it is zero."""
+        log_probs, known, good = self._held_out(sums)
+        gains, moved = (log_probs - known).unbind(1)
+        mean = moved.mean().requires_grad_()
+        with torch.enable_grad():
+            losses = judged_losses(self.settings, gains, good, mean.clamp(min=0))
+            (slope,) = torch.autograd.grad(losses.mean(), mean)
+        each = losses.detach() + slope * (moved - moved.mean())
+        return torch.stack([each, torch.ones_like(each)], 1)
+
+    def _held_out(self, sums: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of all held-out rows (rows, 2) log-probabilities by the model and by the reference, and which are good."""
+        assert self.reference is not None
+        known, good = self.reference[len(self.train_dataset) :].cpu(), self.eval_dataset["desirable"][:]
+        return torch.tensor(sums, dtype=torch.float64).view(-1, 2), known, torch.tensor(good)
 
     def _sums(
         self, log_probs: torch.Tensor, known: torch.Tensor, good: torch.Tensor, divergence: torch.Tensor

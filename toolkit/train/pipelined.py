@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from toolkit.models.stage import SCHEDULES, Sent, Stage, Whole, schedule_of, sha
 from toolkit.train.divided import answering
 from toolkit.train.stage_files import whole_optimizer, whole_parameters
 from toolkit.train.stage_gradients import add_tied, average
+from toolkit.train.told import Measurement
 
 _HELD = (ScheduleGPipe, ScheduleZBVZeroBubble)
 """Schedules whose last stage does not go straight back through the output head."""
@@ -116,11 +117,21 @@ class Pipeline:
     def score(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, None]:
         """As the trainer's, of a batch that all processes of the pipeline have: on the process with the last stage, and
         zero on the others. They need not wait for it."""
-        result = torch.zeros((), device=self._device), torch.zeros((), device=self._device), None
+        nothing = torch.zeros((), device=self._device)
+        return self._at_last(inputs, self._trainer.score) or (nothing, nothing, None)
+
+    def measure(self, inputs: dict[str, Any]) -> Measurement:
+        """As the trainer's, as `score`."""
+        nothing = torch.zeros(len(inputs["label_positions"]), 2, dtype=torch.float64, device=self._device)
+        return self._at_last(inputs, self._trainer.measure) or Measurement(nothing.sum(0), nothing)
+
+    def _at_last(self, inputs: dict[str, Any], ask: Callable[[Any, dict[str, Any]], Any]) -> Any:
+        """Takes a batch through the stages, and what is asked from the last one; None on processes without it."""
+        result = None
         for stage, received in self._through(inputs):
             if stage == self._chain.last:
                 with self._chain.only(stage):
-                    result = self._trainer.score(self._trainer.model_wrapped, self._with(inputs, received))
+                    result = ask(self._trainer.model_wrapped, self._with(inputs, received))
             else:
                 self._send(stage, self._compute(stage, inputs, received))
         return result

@@ -26,12 +26,13 @@ from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_adapters
 from toolkit.models.policy import advantages, divisor, policy_losses, server_weights
 from toolkit.recipe.reinforcement import Policy
+from toolkit.report.held_out_rows import per_count
 from toolkit.report.rewards import MARGIN
 from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import AnswerTrainer
 from toolkit.train.rollouts import Asker, Rollout, keep_answers, uniform
-from toolkit.train.scoring import Z
 from toolkit.train.served_answers import ServedAnswers, seed_of
+from toolkit.train.told import Measurement
 from toolkit.train.watchdog import beat
 
 FILE = "rollouts.json"
@@ -171,7 +172,7 @@ class PolicyTrainer(AnswerTrainer):
         said |= {name: each / tokens for name, each in zip(OF_SERVER, of_server, strict=False)}
         return said | ({"kl": divergence / tokens} if self.settings.beta and self.objective == "grpo" else {})
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         """(held-out rows x (rewards + 2)): scores of the likeliest answer to each prompt, its tokens, and whether it is
         cut; those of the batch are filled in."""
         first, width = len(self.train_dataset), len(self.asker.scorer.names) + 2
@@ -186,9 +187,9 @@ class PolicyTrainer(AnswerTrainer):
         for row, ids, given in zip(rows, asked, answers, strict=True):
             scores = self.asker.scores(ids, [given], *self._known(row))[0]
             table[row - first] = torch.tensor([*scores, len(given), self.asker.is_cut(given)], dtype=torch.float64)
-        return table.flatten()
+        return Measurement(table.flatten())
 
-    def figures(self, sums: list[float]) -> dict[str, float]:
+    def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says, of the likeliest answers to all held-out prompts.
 
         Returns:
@@ -203,11 +204,17 @@ class PolicyTrainer(AnswerTrainer):
         every = {"reward": scores @ scorer.weights}
         every |= {f"reward_{name}": scores[:, place] for place, name in enumerate(scorer.names)}
         for name, values in every.items():
-            spread = float(values.std(ddof=1)) if count > 1 else 0.0
-            found |= {f"eval_{name}": float(values.mean()), f"eval_{name}{MARGIN}": Z * spread / math.sqrt(count)}
+            found[f"eval_{name}"] = float(values.mean())
+            found[f"eval_{name}{MARGIN}"] = per_count(values, np.ones(count)).half
         tokens, cut = table[:, -2:].mean(axis=0).tolist()
         beside = {"eval_answers": count, "eval_answer_tokens": tokens, "eval_cut": cut}
         return {"eval_loss": -found["eval_reward"]} | found | beside
+
+    def row_losses(self, sums: list[float], rows: torch.Tensor | None) -> torch.Tensor:
+        """Minus the reward of each row's answer."""
+        table = np.array(sums).reshape(len(self.eval_dataset), -1)
+        losses = torch.from_numpy(-(table[:, :-2] @ self.asker.scorer.weights))
+        return torch.stack([losses, torch.ones_like(losses)], 1)
 
     @property
     def _module(self) -> Any:

@@ -17,7 +17,7 @@ from toolkit.models.head_choice import HeadChoice
 from toolkit.models.layer_sums import dividing
 from toolkit.models.preference import pair_losses
 from toolkit.recipe.preference import Preference
-from toolkit.train.told import Telling
+from toolkit.train.told import Measurement, Telling
 from toolkit.train.trainer import CausalTrainer
 
 OF_PAIRS = ("reward_chosen", "reward_rejected", "reward_margin", "accuracy", "logp_chosen", "logp_rejected")
@@ -83,15 +83,16 @@ class PairTrainer(AnswerTrainer):
 
     def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Of a batch: the sum of the pairs' losses, their number, and the routers' balance loss."""
-        total, sums, balance = self._judged(model, inputs)
+        losses, sums, balance = self._judged(model, inputs)
         if model.training:
             self.see(sums)
-        return total.float(), sums[1].float(), balance
+        return losses.sum().float(), sums[1].float(), balance
 
-    def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        return self._judged(model, inputs)[1]
+    def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
+        losses, sums, _ = self._judged(model, inputs)
+        return Measurement.of(sums, losses, torch.ones_like(losses))
 
-    def figures(self, sums: list[float]) -> dict[str, float]:
+    def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, float]:
         """What an evaluation says.
 
         Returns:
@@ -108,16 +109,17 @@ class PairTrainer(AnswerTrainer):
         return dict(zip(OF_PAIRS, (chosen, rejected, chosen - rejected, won, *log_probs), strict=True))
 
     def _judged(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The sum of the losses; sums of losses, pairs and what `OF_PAIRS` is made of; and the balance loss."""
+        """The losses (pairs,); sums of losses, pairs and what `OF_PAIRS` is made of; and the balance loss."""
         log_probs, tokens, balance = self.answers(model, inputs)
         known = None if self.reference is None else self.reference[inputs["rows"]]
         losses, rewards = pair_losses(self.objective, self.settings, log_probs, tokens, known)
-        margins, total = rewards[:, 0] - rewards[:, 1], losses.sum()
+        margins = rewards[:, 0] - rewards[:, 1]
         # What rounding explains is no preference: before the first step neither answer has gained anything.
         noise = ROUNDING * self.settings.beta * log_probs.detach().abs().sum(1)
         won = (0.5 + 0.5 * margins.where(margins.abs() > noise, 0).sign()).sum()
         number = torch.tensor(float(len(losses)), dtype=torch.float64, device=losses.device)
-        return total, torch.stack([total.detach(), number, *rewards.sum(0), won, *log_probs.detach().sum(0)]), balance
+        sums = torch.stack([losses.detach().sum(), number, *rewards.sum(0), won, *log_probs.detach().sum(0)])
+        return losses, sums, balance
 
 
 def numbered(train: Any, held_out: Any) -> tuple[Any, Any]:

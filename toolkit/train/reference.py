@@ -122,7 +122,7 @@ def _computed(session: Session) -> torch.Tensor:
     size = session.recipe.evaluation.batch_size or session.layout.micro_batch_size
     with before_training(session):
         for dataset in datasets:
-            for inputs, is_own in batches_of(trainer, dataset, size, session.progress.evaluating):
+            for inputs, is_own, _ in batches_of(trainer, dataset, size, session.progress.evaluating):
                 log_probs, _, _ = trainer.answers(trainer.model_wrapped, inputs)
                 if is_own:
                     table[inputs["rows"]] = log_probs

@@ -53,7 +53,7 @@ def metrics_of(row: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in row.items() if key.startswith("eval_")}
 
 
-def _evaluations(state: Any, metric: str) -> dict[int, float]:
+def evaluations_by(state: Any, metric: str) -> dict[int, float]:
     """The metric of each evaluation in training, by step, so that more is better."""
     sign = -1.0 if metric == "eval_loss" else 1.0
     rows = (row for row in state.log_history if row["step"] > 0 and metric in row)
@@ -77,7 +77,7 @@ class EarlyStopping(TrainerCallback):
 
     def _judge(self, state: Any, control: Any) -> None:
         best, without = -math.inf, 0
-        for value in _evaluations(state, self._metric).values():
+        for value in evaluations_by(state, self._metric).values():
             if value > best + self._settings.early_stopping_min_delta:
                 best, without = value, 0
             else:
@@ -108,7 +108,7 @@ class Selection(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         box: list[Any] = [self._found(state.global_step) if self._session.leads else None]
         broadcast_object_list(box)
-        values = _evaluations(state, self._metric) if self._metric else dict.fromkeys(box[0], 0.0)
+        values = evaluations_by(state, self._metric) if self._metric else dict.fromkeys(box[0], 0.0)
         self._kept = {step: values[step] for step in box[0] if step in values}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ class Selection(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self._metric in (logs or {}) and not self._over:
             self._settle()
-            value = _evaluations(state, str(self._metric)).get(state.global_step, -math.inf)
+            value = evaluations_by(state, str(self._metric)).get(state.global_step, -math.inf)
             if value > max(self._kept.values(), default=-math.inf):
                 self._keep(state.global_step, value)
 

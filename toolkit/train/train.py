@@ -301,7 +301,7 @@ def _save_final(session: Session, callbacks: Callbacks, chosen: Chosen | None) -
 
 
 def _print_results(session: Session, callbacks: Callbacks, seconds: float, report: Path) -> None:
-    folder, evaluator = session.folder, callbacks.evaluator
+    folder, evaluator, step = session.folder, callbacks.evaluator, session.trainer.state.global_step
     if callbacks.samples.rows:
         print("\n" + prompts_before_after(callbacks.samples.rows, whole=str(folder.path / "samples.json")))
     rows: list[tuple[str, str]] = []
@@ -317,6 +317,9 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
             text = f"{before:.4f} -> {text}{change}"
         rows += [("held-out before", reward_text(evaluator.first))] if rewards and evaluator.first else []
         rows.append(("held-out after", rewards) if rewards else ("held-out loss", text))
+        chosen = folder.manifest().published
+        if since := evaluator.rows.change(evaluator.first, evaluator.last, chosen.step if chosen else step):
+            rows.append(("its change", (since.negative() if rewards else since).text()))
         nearer = nearness(evaluator.first or {})
         for key, after in nearness(evaluator.last).items():
             earlier = f"{nearness_text(key, *nearer[key])} -> " if key in nearer else ""
@@ -331,7 +334,7 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
                 rows.append((f"held-out {name}", f"{earlier}{score}"))
     if callbacks.meter and callbacks.meter.last:
         rows.append(("training loss", f"{callbacks.meter.last['loss']:.4f}"))
-    rows.append(("steps", f"{session.trainer.state.global_step}"))
+    rows.append(("steps", f"{step}"))
     if chosen := folder.manifest().published:
         rows.append(("published", chosen.what))
     rows.append(("time", duration(seconds)))

@@ -42,6 +42,7 @@ from toolkit.train.gradients import clip_gradients
 from toolkit.train.pipelined import Pipelined
 from toolkit.train.stage_files import naming_adapters
 from toolkit.train.staging import Saves
+from toolkit.train.told import Measuring
 from toolkit.train.watchdog import beat
 
 # Accelerate asks twice in every step, and the answer is looked for on the disk each time.
@@ -96,7 +97,7 @@ def _of_worker(error: UserError) -> UserError:
     return UserError(what, change) if traced else error
 
 
-class _ExactMixin(Pipelined, Divided, DividedExperts, Continues):
+class _ExactMixin(Measuring, Pipelined, Divided, DividedExperts, Continues):
     """What both trainers share. Set `saves`, `batches`, `casts` and `guard` after construction."""
 
     saves: Saves
@@ -142,21 +143,6 @@ class _ExactMixin(Pipelined, Divided, DividedExperts, Continues):
         if self.guard:
             self.guard.scored(loss.detach(), (total / count.clamp(min=1)).detach(), inputs.get("input_ids"))
         return loss
-
-    def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Sums over a batch, in double precision, of which `figures` are made when all rows have been added up."""
-        total, count, _ = self.score(model, inputs)  # type: ignore[attr-defined]
-        return torch.stack([total.double(), count.double()])
-
-    def figures(self, sums: list[float]) -> dict[str, float]:
-        """What an evaluation says, of the sums over all held-out rows.
-
-        Returns:
-            `eval_loss` (nats per trained token), `eval_perplexity`, `eval_tokens`.
-        """
-        total, tokens = sums
-        mean = total / tokens if tokens else math.nan
-        return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)), "eval_tokens": int(tokens)}
 
     def trained_tokens(self, count: Any) -> Any:
         """Trained tokens of a step, given what its loss is divided by."""
@@ -408,5 +394,9 @@ class EncoderDecoderTrainer(_ExactMixin, Seq2SeqTrainer):
 
     def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, None]:
         """As `CausalTrainer.score`."""
-        outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+        outputs, _ = self.scores(model, inputs)
         return -outputs.log_probs.sum(), outputs.label_mask.sum(), None
+
+    def scores(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, None]:
+        """As `CausalTrainer.scores`."""
+        return model(**inputs, use_cache=False, fused_lm_head=True), None

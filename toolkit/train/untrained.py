@@ -25,10 +25,10 @@ import toolkit
 from toolkit.cache import cache_dir, find, keep
 from toolkit.data.rewards import file_hashes
 from toolkit.models import device
-from toolkit.train.evaluate import before_training, evaluate, session_answers
+from toolkit.train.evaluate import Evaluated, before_training, evaluate, session_answers
 from toolkit.train.session import Session
 
-_FORMAT = 1
+_FORMAT = 2
 """Raise where the same untrained model would say something else."""
 _LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
 _WORTH_KEEPING = 1.0
@@ -41,9 +41,9 @@ _AS_IT_IS = ("default", "orthogonal", "gaussian")
 """Ways in which adapters begin by adding nothing."""
 
 
-def evaluate_untrained(session: Session) -> dict[str, float]:
+def evaluate_untrained(session: Session) -> Evaluated:
     """An evaluation before the first step, on all processes; see `evaluate`."""
-    return dict(_kept(session, "evaluation", lambda: evaluate(session), together=True))
+    return Evaluated(*_kept(session, "evaluation", lambda: evaluate(session), together=True))
 
 
 def untrained_answers(session: Session, prompts: list[list[int]], together: bool) -> list[str]:
