@@ -86,7 +86,7 @@ def test_two_widths_measure_how_the_rate_falls_and_one_does_not() -> None:
 
 
 def test_rates_of_three_real_widths() -> None:
-    """Llamas of 4 layers trained from scratch for 80 steps on documentation, two seeds each; nats per held-out token."""
+    """Llamas of 4 layers trained from scratch for 80 steps on documentation, two seeds each; nats per token."""
     seen = {
         (64, 8e-3): [(6.3547, 6.3581), (6.3233, 6.2898), (6.2922, 6.2452), (6.3036, 6.3211), (6.4677, 6.3620)],
         (192, 4e-3): [(6.1821, 6.1474), (6.0576, 5.9912), (6.0291, 6.0106), (6.3299, 6.2273)],

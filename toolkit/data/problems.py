@@ -191,5 +191,7 @@ def _over_long(name: str, side: Side, kinds: list[str]) -> Iterator[Problem]:
         what += ", and `data.over_long: split` is for text, not for chats or completions"
         yield Problem("fatal", what, f"{change}, or set `data.over_long` to drop or truncate")
     else:
-        ways = "drop, truncate or, with `objective: language_modelling`, split" if kinds == ["Text"] else "drop or truncate"
+        ways = "drop or truncate"
+        if kinds == ["Text"]:
+            ways = "drop, truncate or, with `objective: language_modelling`, split"
         yield Problem("fatal", what, f"{change}, or set `data.over_long` to {ways}")

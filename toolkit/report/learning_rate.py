@@ -22,8 +22,8 @@ SHARE = 0.9
 """Of what an interval holds."""
 _DRAWS = 20_000
 _WANDERS = 0.5
-"""Standard deviation of that change of an exponent. Llamas trained from scratch for 80 steps had 0.9 between hidden sizes
-of 64 and 192, and 1.6 between 192 and 384."""
+"""Standard deviation of that change of an exponent. Llamas trained from scratch for 80 steps had 0.9 between hidden
+sizes of 64 and 192, and 1.6 between 192 and 384."""
 _NEIGHBOURS = 2
 """Rates on either side of the best that are fitted: further away the loss is no parabola."""
 
