@@ -238,8 +238,8 @@ def _compare_pairs(model: Any, config: Any, batch: dict[str, torch.Tensor]) -> s
     expected, choice = _backward(model, loss), choose(config, objective="seq2seq")
     add_output_head(model, choice, "seq2seq")
     positions = labels.flatten().ne(-100).nonzero()[:, 0]
-    total, count, _ = EncoderDecoderTrainer.score(None, model, batch | {"label_positions": positions})  # type: ignore[arg-type]
-    _check_equal(model, total / count, loss, expected)
+    outputs, _ = EncoderDecoderTrainer.scores(None, model, batch | {"label_positions": positions})  # type: ignore[arg-type]
+    _check_equal(model, -outputs.log_probs.sum() / outputs.label_mask.sum(), loss, expected)
     return "fused" if choice.fused else "own"
 
 

@@ -14,6 +14,7 @@ from toolkit.data.statistics import DataStatistics
 from toolkit.planner.build import estimate, fit
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Disk, Host, Memory, Plan, Range
+from toolkit.planner.speed.communication import HOST, link_rate
 from toolkit.planner.trace import store
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.setting import Setting
@@ -425,6 +426,14 @@ def test_a_teacher_is_counted_whole_on_each_device_with_its_pass() -> None:
     stored = 0.516 * 6.95e9 + 2 * 1.24e9
     assert quantized.memory[0].phases["resume"]["teacher"] == pytest.approx(stored, rel=0.02)
     assert "teacher" in whole.memory[0].phases and "teacher" not in without.memory[0].phases
+    # One layer of 36 on each device and all of them on the host, for each of eight devices; they cross the bus.
+    away = planned("distillation.teacher.offload=true")
+    layers = 2 * 6.95e9
+    assert away.memory[0].phases["resume"]["teacher"] == pytest.approx(2 * 1.24e9 + layers / 36, rel=0.01)
+    assert away.host.parts["teacher"] == pytest.approx(8 * layers, rel=0.01) and "teacher" not in whole.host.parts
+    fetching = away.work.step_seconds.value - whole.work.step_seconds.value
+    micro_batches = away.gradient_accumulation_steps
+    assert fetching == pytest.approx(micro_batches * layers / link_rate(HOST, find("h100x8")), rel=0.01)
     # Two FLOPs for each parameter and token, but for embeddings; attention comes on top.
     asked = whole.work.hardware_flops_per_step - without.work.hardware_flops_per_step
     assert 1.0 < asked / (2 * (8.19e9 - 0.62e9) * whole.work.tokens_per_step) < 1.15

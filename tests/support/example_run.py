@@ -67,6 +67,7 @@ AUDIT: dict[str, Any] = {
             "empty_rows": 1,
             "unused_columns": ["<u>kind</u>"],
             "verdicts": {},
+            "worse": {},
             "placeholders": 0,
             "unused_fields": ["<i>id</i>"],
             "ignored": {"images": True},

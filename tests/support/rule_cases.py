@@ -715,6 +715,11 @@ CASES = [
         [DISTILLS, "seq_len=128", f"{TEACHER}=facebook/blenderbot-400M-distill"],
         [f"{TEACHER}=a/b"],
     ),
+    (
+        "teacher-offload-quantized",
+        [*TAUGHT, "distillation.teacher.offload=true", "distillation.teacher.quantization=nf4"],
+        ["distillation.teacher.offload=false"],
+    ),
     ("teacher-positions", [DISTILLS, f"{TEACHER}=openai-community/gpt2-xl"], ["batch.seq_len=1024"]),
     (
         "teacher-vocabulary",

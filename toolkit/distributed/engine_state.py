@@ -93,6 +93,8 @@ class EngineState(Partial):
     teacher_dtype: str | None = None
     """Type of the embeddings of a teacher."""
     teacher_quantization: str | None = None
+    teacher_offload: bool | None = None
+    """Whether layers of a teacher wait on the host, of which no device but a GPU knows anything."""
     teacher_trained: int | None = None
     """Parameters of a teacher that get gradients, or are in training mode."""
     compiled_graphs: int | None = None

@@ -1,7 +1,8 @@
 """The teacher of `objective: distillation`: frozen, whole on every process whatever divides the student.
 
 A shard would have to be gathered in each forward pass, for a model that keeps no gradients and no moments: where the
-weights alone are too much for a device, `distillation.teacher.quantization` stores them in 4 or 8 bits.
+weights alone are too much for a device, `distillation.teacher.quantization` stores them in 4 or 8 bits, and
+`distillation.teacher.offload` keeps them on the host.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from toolkit.models.distillation import Logits, logits_of
 from toolkit.models.head_choice import add_output_head, choose
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice, OutputHead
+from toolkit.models.streamed_layers import stream_layers
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.distillation import Teacher as Keys
 from toolkit.recipe.teaching import of_teacher
@@ -123,13 +125,16 @@ def check_vocabulary(student: ModelSource, tokenizer: Any, teacher: ModelSource)
     return min([size for size in sizes.values() if size] or [len(own)])
 
 
-def load_teacher(source: ModelSource, backend: str, available: dict[str, str], common: int, place: Any) -> Teacher:
+def load_teacher(
+    source: ModelSource, backend: str, available: dict[str, str], common: int, place: Any, offload: bool
+) -> Teacher:
     """The weights, frozen and on a device.
 
     Args:
         backend: The attention backend of the student, which lays out the rows for both.
         available: See `attention.resolve`.
         common: See `check_vocabulary`.
+        offload: Whether layers wait on the host, see `streamed_layers`; where the device is the host, they do anyway.
 
     Raises:
         UserError: If it cannot be read, quantized, or attend as the student does.
@@ -150,7 +155,9 @@ def load_teacher(source: ModelSource, backend: str, available: dict[str, str], c
         model: Any = source.load(types, backend)
         require_quantized(model, recipe)
     model.requires_grad_(False).eval()
-    if model.device != place:
+    if offload and place.type != "cpu":
+        stream_layers(model.to("cpu"), place, f"{_HERE}.offload")
+    elif model.device != place:
         model.to(place)
     # Routers' logits serve a loss that a teacher has none of.
     text = model.config.get_text_config()

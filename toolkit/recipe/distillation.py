@@ -29,6 +29,9 @@ class Teacher(Section):
     """How its weights are stored, as `method.quantization` says it."""
     double_quantization: bool = True
     """Whether `quantization: nf4` quantizes its constants too."""
+    offload: bool = False
+    """Whether its layers wait in the host's memory and each comes to the GPU when it computes: all its weights cross
+    the bus for every micro-batch, so this is for teachers that fit in no other way, and for large micro-batches."""
     trust_remote_code: bool = False
     """Whether Python code from its repository may run; of one on the hub only at the full commit in `revision`."""
 

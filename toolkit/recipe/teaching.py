@@ -13,7 +13,7 @@ def of_teacher(recipe: Recipe) -> Recipe | None:
     teacher = recipe.distillation.teacher
     if teacher is None or not recipe.distills:
         return None
-    keys = teacher.model_dump(exclude={"path", "quantization", "double_quantization"})
+    keys = teacher.model_dump(exclude={"path", "quantization", "double_quantization", "offload"})
     stored = {key: getattr(teacher, key) for key in ("quantization", "double_quantization")}
     return recipe.with_values(
         {

@@ -182,5 +182,6 @@ def state_of(model: Any) -> dict[str, Any]:
     return {
         "teacher_dtype": str(model.get_input_embeddings().weight.dtype).removeprefix("torch."),
         "teacher_quantization": stored_form(model),
+        "teacher_offload": len({each.device for each in model.parameters()}) > 1,
         "teacher_trained": sum(learning.values()),
     }

@@ -206,7 +206,8 @@ def set_up(
         if server:
             trainer.served = ServedAnswers(server, recipe, stops, folder.path, types, start)
     if teaches:
-        trainer.teacher = load_teacher(teaches, backend, kinds, common, arguments.device)
+        offload = bool(recipe.distillation.teacher and recipe.distillation.teacher.offload)
+        trainer.teacher = load_teacher(teaches, backend, kinds, common, arguments.device, offload)
     if layout.sharing > 1:
         score_parts(trainer, recipe.parallel.shares_by)
     trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), fast)

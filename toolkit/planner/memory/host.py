@@ -13,6 +13,7 @@ from toolkit.distributed.engines import loads_on_device, loads_on_first_process
 from toolkit.planner.memory.device import each_process, memory
 from toolkit.planner.memory.offload import offloaded, offloaded_activations
 from toolkit.planner.memory.states import states, weights, whole_model
+from toolkit.planner.memory.teacher import streamed
 from toolkit.planner.plan import Disk, Host
 from toolkit.planner.workload import WIDTH, Division, Workload
 from toolkit.recipe import Recipe
@@ -48,6 +49,7 @@ def host(workload: Workload) -> Host:
         parts |= {name: local * value for name, value in offloaded(workload, states(workload)).items()}
         if recipe.activation_checkpointing.mode == "offload":
             parts["activations"] = local * offloaded_activations(workload)
+        parts["teacher"] = local * streamed(workload)
     training, loading, saving = sum(parts.values()), 0.0, 0.0
     if not on_cpu:
         # One after the other.

@@ -16,12 +16,27 @@ _CHUNK, _CHUNK_ON_CPU = 512, 256
 
 
 def held(workload: Workload) -> float:
-    """Bytes of a teacher's weights on each rank; 0 without one. What the trace has of adapters is none of it."""
+    """Bytes of a teacher's weights on each rank's device; 0 without one. Of those that wait on the host there is one
+    layer."""
     teacher = workload.teacher
     if teacher is None:
         return 0.0
-    own = (each for each in teacher.trace.tensors if each.kind != "adapter")
-    return weights(teacher, own) + teacher.trace.buffers
+    away = streamed(workload)
+    return _weights(teacher) + teacher.trace.buffers - away + away / max(1, teacher.trace.layers)
+
+
+def streamed(workload: Workload) -> float:
+    """Bytes of a teacher's layers that wait on the host, and cross the bus for every micro-batch."""
+    settings, teacher = workload.recipe.distillation.teacher, workload.teacher
+    if teacher is None or settings is None or not settings.offload or workload.on_cpu:
+        return 0.0
+    return _weights(teacher, "layer")
+
+
+def _weights(teacher: Workload, place: str | None = None) -> float:
+    """What the trace has of adapters is none of a teacher's."""
+    own = (each for each in teacher.trace.tensors if each.kind != "adapter" and place in (None, each.place))
+    return weights(teacher, own)
 
 
 def states_kept(workload: Workload) -> float:

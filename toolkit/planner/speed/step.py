@@ -18,6 +18,7 @@ from statistics import NormalDist
 from toolkit.planner.generation import generates, kept, prompt_tokens, turns
 from toolkit.planner.hardware import End, Rate, between
 from toolkit.planner.memory.states import states
+from toolkit.planner.memory.teacher import streamed
 from toolkit.planner.pipeline import bubble
 from toolkit.planner.plan import Disk
 from toolkit.planner.speed.communication import HOST, Transfer, inner_link, link_rate
@@ -174,7 +175,7 @@ class Step:
         update = self._update_seconds(on_host)
         before = every * self.evaluation_seconds(load) if workload.passes_before else 0.0
         if self._teacher:
-            before = every * self._teacher.evaluation_seconds(load)
+            before = every * self._asking_seconds(load)
         self.generation = 0.0
         if generates(self._recipe):
             times, count = turns(workload)
@@ -198,8 +199,14 @@ class Step:
 
     def evaluation_seconds(self, load: Load) -> float:
         """One batch of held-out rows on each rank."""
-        asking = self._teacher.evaluation_seconds(load) if self._teacher else 0.0
-        return asking + self._reading_seconds(load)
+        return self._asking_seconds(load) + self._reading_seconds(load)
+
+    def _asking_seconds(self, load: Load) -> float:
+        """A pass of the teacher. Layers that wait on the host come on the stream that computes."""
+        if self._teacher is None:
+            return 0.0
+        fetching = streamed(self._workload) / link_rate(HOST, self._hardware, self._rates)
+        return fetching + self._teacher.evaluation_seconds(load)
 
     def _reading_seconds(self, load: Load) -> float:
         """A pass of the model itself, without gradients."""

@@ -132,6 +132,14 @@ DISTILLATION_RULES = {
         "a {teacher_type} does not predict the next token of a text from those before it",
         f"set {_TEACHER}.path to a decoder",
     ),
+    "teacher-offload-quantized": Rule(
+        f"{_TEACHER}.offload",
+        lambda r, _: (
+            (teacher := r.distillation.teacher) is not None and teacher.offload and teacher.quantization != "none"
+        ),
+        "quantized weights stay on the device",
+        f"set {_TEACHER}.offload=false or {_TEACHER}.quantization=none",
+    ),
     "teacher-positions": Rule(
         "batch.seq_len",
         lambda r, _: r.distills and (_positions(r) or r.batch.seq_len) < r.batch.seq_len,
