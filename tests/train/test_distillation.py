@@ -20,7 +20,8 @@ from toolkit.common import UserError
 from toolkit.data.collate import documents_of
 from toolkit.data.rows import IGNORE
 from toolkit.models.load import ModelSource
-from toolkit.models.teacher import check_vocabulary, open_teacher
+from toolkit.models.streamed_layers import stream_layers
+from toolkit.models.teacher import check_vocabulary, load_teacher, open_teacher
 from toolkit.recipe.distillation import Teacher
 from toolkit.recipe.rules import load_checked
 from toolkit.train.evaluate import evaluate
@@ -110,6 +111,27 @@ def test_a_teacher_computes_in_its_own_type_within_a_student_of_16_bits() -> Non
     wanted = written_out(student.float(), teacher, labels, beta=1.0).mean().item()
     rounded = written_out(student.float(), teacher.bfloat16().float(), labels, beta=1.0).mean().item()
     assert abs(loss - wanted) < 0.2 * abs(rounded - wanted)
+
+
+def test_a_teacher_whose_layers_wait_on_the_host_teaches_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on a GPU: on a CPU there is nowhere to take them from."""
+    asked: list[bool] = []
+    fetched: list[int] = []
+
+    def load(*arguments: Any) -> Any:
+        asked.append(arguments[-1])
+        found = load_teacher(*arguments)
+        stream_layers(found.model, torch.device("cpu"), "distillation.teacher.offload")
+        found.model.model.layers[2].register_forward_pre_hook(lambda *_: fetched.append(1))
+        return found
+
+    both = [*DISTILL, "data.eval_split=0.3"]
+    whole = trained("whole", *both)
+    monkeypatch.setattr("toolkit.train.setup.load_teacher", load)
+    streamed = trained("streamed", *both, "distillation.teacher.offload=true")
+    assert asked == [True] and len(fetched) > len(losses(streamed))
+    assert losses(streamed) == losses(whole)
+    assert [row.get("eval_kl") for row in metrics(streamed)] == [row.get("eval_kl") for row in metrics(whole)]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
