@@ -16,12 +16,12 @@ from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.plan import Disk, Work
 from toolkit.planner.speed.communication import HOST, NETWORK, NVME, latency, transfers
-from toolkit.planner.speed.step import Load, Step
+from toolkit.planner.speed.step import Step
 from toolkit.planner.speed.work import PFLOP_DAY, load_of, rule_flops, work
 from toolkit.planner.trace import store
 from toolkit.planner.trace.setting import setting_of
 from toolkit.planner.trace.types import Amount, Pass, Tensors, Trace
-from toolkit.planner.workload import Workload
+from toolkit.planner.workload import Load, Workload
 from toolkit.recipe import Recipe, load, model_configs, shipped_recipes
 
 LLAMA_8B, PARAMETERS = "meta-llama/Llama-3.1-8B", 8_030_261_248

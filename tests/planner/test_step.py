@@ -12,9 +12,9 @@ from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.hardware.specs import Rate
 from toolkit.planner.plan import Disk
 from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer, link_rate
-from toolkit.planner.speed.step import FUSED, Load, Step, newton_schulz_flops, peak_dtype
+from toolkit.planner.speed.step import FUSED, Step, newton_schulz_flops, peak_dtype
 from toolkit.planner.trace.types import Amount, Pass, Tensors, Trace
-from toolkit.planner.workload import Workload
+from toolkit.planner.workload import Load, Workload
 from toolkit.recipe import Recipe
 
 # 100 tokens padded to 200; 3,000 pairs within documents, 4,000 attended, 5,000 of the grid; the longest has

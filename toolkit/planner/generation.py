@@ -7,15 +7,10 @@ the layers, which decides on CPUs and for many sequences at once. Answers are ta
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from toolkit.distributed.layout import BatchLayout
-from toolkit.planner.trace.types import Trace
-from toolkit.planner.workload import WIDTH, Workload
+from toolkit.planner.workload import WIDTH, Load, Workload
 from toolkit.recipe import Recipe
-
-if TYPE_CHECKING:
-    from toolkit.planner.speed.step import Load
 
 SCORES = 24
 """Bytes for each entry of the vocabulary and sequence while a token is drawn: scores, their copy divided by the
@@ -40,12 +35,6 @@ def of_step(recipe: Recipe, layout: BatchLayout) -> int:
 def sequences(recipe: Recipe, layout: BatchLayout) -> int:
     """Answers that a process generates at once."""
     return min(recipe.rollout.batch_size or of_step(recipe, layout), of_step(recipe, layout))
-
-
-def vocabulary(trace: Trace) -> int:
-    """Entries of the output head, or of the embeddings that it is tied to."""
-    sizes = {each.place: each.shape[0] for each in trace.tensors if len(each.shape) == 2}
-    return int(sizes.get("head") or sizes.get("embeddings") or 0)
 
 
 def kept(workload: Workload, count: int) -> float:

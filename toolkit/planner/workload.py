@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -24,6 +25,40 @@ class Division:
     parameters: int = 1
     gradients: int = 1
     optimizer: int = 1
+
+
+@dataclass(frozen=True)
+class Load:
+    """One micro-batch of one rank, on average.
+
+    Args:
+        tokens: Padding not counted.
+        padded: With it.
+        within: Pairs of positions within documents.
+        attended: Pairs that the attention kernel works through.
+        grid: Pairs of the padded sequences.
+        longest: Tokens of the longest sequence.
+        scored: Tokens that reach the output head.
+        kernel: The backend that attention's rates are of, where they were measured.
+        stretch: Tokens of the row or the document in which a token attends, for these rates.
+    """
+
+    tokens: float
+    padded: float
+    within: float
+    attended: float
+    grid: float
+    longest: float
+    scored: float
+    kernel: str = "sdpa"
+    stretch: float = 1.0
+
+    def divided(self, parts: int) -> Load:
+        """What one of several processes has that share rows."""
+        shares = {
+            key: getattr(self, key) / parts for key in ("tokens", "padded", "within", "attended", "grid", "scored")
+        }
+        return dataclasses.replace(self, **shares)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from toolkit.distributed.environment import segments_grow
-from toolkit.planner.generation import SCORES, generates, kept, turns, vocabulary
+from toolkit.planner.generation import SCORES, generates, kept, turns
 from toolkit.planner.memory import teacher
 from toolkit.planner.memory.engine import Engine, Held
 from toolkit.planner.memory.fsdp import Fsdp
@@ -202,7 +202,7 @@ class _RankMemory:
             for left, held in self.engine.evaluating(moment)
         ]
         fullest = max(moments, key=lambda parts: math.fsum(parts.values()), default=dict(base))
-        scores = float(count * vocabulary(self.trace) * SCORES)
+        scores = float(count * self.trace.vocabulary * SCORES)
         return _add(fullest, {"cache": kept(self.workload, count), "logits": scores})
 
     def _teacher(self, base: Parts) -> Parts:

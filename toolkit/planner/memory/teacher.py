@@ -3,7 +3,6 @@ comparison of both models' logits hold for a while."""
 
 from __future__ import annotations
 
-from toolkit.planner.generation import vocabulary
 from toolkit.planner.memory.states import weights
 from toolkit.planner.workload import WIDTH, Workload
 
@@ -50,8 +49,8 @@ def compared(workload: Workload) -> float:
         return 0.0
     settings, width = workload.recipe.distillation, WIDTH[workload.types.compute]
     chunk = min(workload.shape.tokens, _CHUNK_ON_CPU if workload.on_cpu else _CHUNK)
-    entries = vocabulary(workload.trace)
-    apart = settings.temperature != 1 or vocabulary(workload.teacher.trace) < entries
+    entries = workload.trace.vocabulary
+    apart = settings.temperature != 1 or workload.teacher.trace.vocabulary < entries
     beside = (_MIXED if 0 < settings.beta < 1 else _COMPARED) + _APART * apart
     # Logits are compared in fp32, of which those in 16 bits are copied.
     entry = beside + width + (WIDTH["float32"] if width < WIDTH["float32"] else 0)

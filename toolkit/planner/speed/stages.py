@@ -6,8 +6,8 @@ import dataclasses
 
 from toolkit.distributed.stages import cut
 from toolkit.planner.pipeline import part
-from toolkit.planner.speed.step import Load, Step
-from toolkit.planner.workload import Workload
+from toolkit.planner.speed.step import Step
+from toolkit.planner.workload import Load, Workload
 
 
 def stage_layers(workload: Workload, load: Load, experts: tuple[int, int] = (1, 1)) -> tuple[int, ...]:

@@ -9,10 +9,8 @@ that a device reaches, which `toolkit calibrate` measures.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
 
 from toolkit.planner.generation import generates, kept, prompt_tokens, turns
@@ -23,7 +21,7 @@ from toolkit.planner.pipeline import bubble
 from toolkit.planner.plan import Disk
 from toolkit.planner.speed.communication import HOST, Transfer, inner_link, link_rate
 from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, Amount, Pass, Trace
-from toolkit.planner.workload import WIDTH, Workload
+from toolkit.planner.workload import WIDTH, Load, Workload
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import FP8_SCALING
 
@@ -75,40 +73,6 @@ _RESTORING = 7
 
 OPPOSITE: dict[End, End] = {"value": "value", "low": "high", "high": "low"}
 """The end of a range of rates that gives an end of a range of times."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """One micro-batch of one rank, on average.
-
-    Args:
-        tokens: Padding not counted.
-        padded: With it.
-        within: Pairs of positions within documents.
-        attended: Pairs that the attention kernel works through.
-        grid: Pairs of the padded sequences.
-        longest: Tokens of the longest sequence.
-        scored: Tokens that reach the output head.
-        kernel: The backend that attention's rates are of, where they were measured.
-        stretch: Tokens of the row or the document in which a token attends, for these rates.
-    """
-
-    tokens: float
-    padded: float
-    within: float
-    attended: float
-    grid: float
-    longest: float
-    scored: float
-    kernel: str = "sdpa"
-    stretch: float = 1.0
-
-    def divided(self, parts: int) -> Load:
-        """What one of several processes has that share rows."""
-        shares = {
-            key: getattr(self, key) / parts for key in ("tokens", "padded", "within", "attended", "grid", "scored")
-        }
-        return dataclasses.replace(self, **shares)
 
 
 def peak_dtype(workload: Workload) -> str:

@@ -19,9 +19,9 @@ from toolkit.planner.hardware import DOCUMENTS, End, Hardware
 from toolkit.planner.pipeline import processes
 from toolkit.planner.plan import Disk, Link, Range, Work
 from toolkit.planner.speed.communication import Transfer, link_rate, transfers
-from toolkit.planner.speed.step import OPPOSITE, Load, Step, peak_dtype
+from toolkit.planner.speed.step import OPPOSITE, Step, peak_dtype
 from toolkit.planner.trace.types import Amount, Pass, Trace
-from toolkit.planner.workload import Workload
+from toolkit.planner.workload import Load, Workload
 from toolkit.recipe import Recipe
 
 PFLOP_DAY = 1e15 * 86400

@@ -227,6 +227,12 @@ class Trace:
             self, tensors=tuple(joined(each) if each.parts > 1 else each for each in self.tensors)
         )
 
+    @property
+    def vocabulary(self) -> int:
+        """Entries of the output head, or of the embeddings that it is tied to."""
+        sizes = {each.place: each.shape[0] for each in self.tensors if len(each.shape) == 2}
+        return int(sizes.get("head") or sizes.get("embeddings") or 0)
+
     def elements(self, *, trained: bool | None = None, kind: str | None = None, place: str | None = None) -> int:
         """Number of parameters of some kind."""
         return sum(
