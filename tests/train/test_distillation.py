@@ -126,9 +126,9 @@ def test_a_teacher_whose_layers_wait_on_the_host_teaches_the_same(monkeypatch: p
         return found
 
     both = [*DISTILL, "data.eval_split=0.3"]
-    whole = trained("whole", *both)
+    whole = trained("on_the_device", *both)
     monkeypatch.setattr("toolkit.train.setup.load_teacher", load)
-    streamed = trained("streamed", *both, "distillation.teacher.offload=true")
+    streamed = trained("on_the_host", *both, "distillation.teacher.offload=true")
     assert asked == [True] and len(fetched) > len(losses(streamed))
     assert losses(streamed) == losses(whole)
     assert [row.get("eval_kl") for row in metrics(streamed)] == [row.get("eval_kl") for row in metrics(whole)]
