@@ -42,7 +42,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "LoRA on int4": {**_LORA, "quantization": "int4"},
 }
 _PRECISIONS = ("fp32", "fp16", "bf16", "pure_bf16")
-_CHECKPOINTING = ("full", "selective", "offload")
+_CHECKPOINTING = ("elementwise", "full", "selective", "offload")
 _ENGINES = {"`single`, `ddp`": "ddp", "`zero1`, `zero2`, `zero3`": "zero2", "`fsdp`": "fsdp"}
 
 _INTRODUCTION = """\

@@ -11,7 +11,7 @@ from toolkit.common import UserError
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import FP8_SCALING
 
-_AMPERE, _ADA = 8.0, 8.9
+_VOLTA, _AMPERE, _ADA = 7.0, 8.0, 8.9
 
 
 def has_tf32(kind: str, capability: str | None) -> bool:
@@ -32,6 +32,11 @@ def has_bf16(kind: str, capability: str | None) -> bool:
 def has_fp8(kind: str, capability: str | None) -> bool:
     """Whether a GPU multiplies in fp8, see `has_tf32`."""
     return kind == "cuda" and float(capability or _ADA) >= _ADA
+
+
+def has_triton(kind: str, capability: str | None) -> bool:
+    """Whether Triton, with which torch compiles layers, makes kernels for a GPU, see `has_tf32`."""
+    return kind != "cuda" or float(capability or _VOLTA) >= _VOLTA
 
 
 def without_bf16(recipe: Recipe) -> dict[str, str]:
@@ -68,6 +73,12 @@ def check_device(
         )
     if recipe.tf32 is True and not has_tf32(kind, capability):
         raise UserError(f"tf32=true: {name} has no TF32, which NVIDIA's GPUs have from Ampere on", "remove tf32")
+    if recipe.activation_checkpointing.mode == "elementwise" and not has_triton(kind, capability):
+        raise UserError(
+            "activation_checkpointing.mode=elementwise is done by compiled layers, which torch makes for NVIDIA's GPUs "
+            f"from compute capability 7.0 on, and not for {name}",
+            "set activation_checkpointing.mode=full",
+        )
 
 
 def check_cpu(recipe: Recipe, deepspeed_takes_fp16: bool = True) -> None:

@@ -16,6 +16,8 @@ from toolkit.recipe.sections import FP8_SCALING
 from toolkit.recipe.teaching import of_teacher
 
 Spread = Literal["whole", "sharded"]
+_RECOMPUTED_BY = {"none": "none", "elementwise": "graphs"}
+"""Who recomputes in which mode of activation checkpointing; in all others the model's own layers."""
 
 
 class EngineState(Partial):
@@ -34,7 +36,7 @@ class EngineState(Partial):
     output_head: Literal["fused", "own"] | None = None
     """Whether TRL's fused head scores labels, or the model's own forward; encoder-decoders have their own."""
     activation_checkpointing: str | None = None
-    """Who recomputes: the `model`, the `engine`, `engine+model` or `none`."""
+    """Who recomputes: the `model`, the `engine`, the `graphs` of its layers, several of them, or `none`."""
     mlp_tiles: int | None = None
     """In how many tiles of a row's tokens the MLPs compute; 0 where layers differ."""
     parameters: Spread | None = None
@@ -134,7 +136,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "max_grad_norm": recipe.optimizer.max_grad_norm,
         "optimizer": optimizer,
         "attention": attention,
-        "activation_checkpointing": "none" if recipe.activation_checkpointing.mode == "none" else "model",
+        "activation_checkpointing": _RECOMPUTED_BY.get(recipe.activation_checkpointing.mode, "model"),
         "mlp_tiles": recipe.activation_checkpointing.mlp_tiles,
         "parameters": spread(3),
         "gradients": spread(2),

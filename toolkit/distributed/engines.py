@@ -226,7 +226,7 @@ def training_arguments(
     """
     optimizer, schedule, strategy = recipe.optimizer, recipe.schedule, recipe.strategy
     workers, checkpointing = recipe.data.decided_workers, recipe.activation_checkpointing
-    recomputes = checkpointing.mode != "none"
+    recomputes = checkpointing.of_layers
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,

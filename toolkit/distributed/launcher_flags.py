@@ -145,7 +145,7 @@ def _deepspeed_rows(recipe: Recipe) -> dict[str, Row]:
 
 
 def _fsdp_rows(recipe: Recipe) -> dict[str, Row]:
-    strategy, config, checkpointing = recipe.strategy, fsdp_config(recipe), recipe.activation_checkpointing.mode
+    strategy, config, checkpointing = recipe.strategy, fsdp_config(recipe), recipe.activation_checkpointing
     sharding, reshards = strategy.sharding, reshards_after_forward(recipe)
     # With any other sharding than the hybrid one, resharding is a part of what the sharding says.
     by_sharding = {"true": "strategy.sharding=full_shard", "false": "strategy.sharding=shard_grad_op"}
@@ -169,8 +169,8 @@ def _fsdp_rows(recipe: Recipe) -> dict[str, Row]:
         # Quantized weights are the exception that no launcher knows of.
         "CPU_RAM_EFFICIENT_LOADING": Row((strategy.cpu_ram_efficient_loading, loads_on_first_process(recipe))),
         # From here on what accelerate says where the user says nothing agrees too.
-        "ACTIVATION_CHECKPOINTING": Row((checkpointing != "none", False)),
-        "ACTIVATION_CHECKPOINTING_OFFLOAD": Row((checkpointing == "offload", False)),
+        "ACTIVATION_CHECKPOINTING": Row((checkpointing.of_layers, False)),
+        "ACTIVATION_CHECKPOINTING_OFFLOAD": Row((checkpointing.mode == "offload", False)),
         "MIN_NUM_PARAMS": Row((1e8,)),
         "BACKWARD_PREFETCH": Row(()),
         "FORWARD_PREFETCH": Row((False,)),

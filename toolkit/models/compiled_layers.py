@@ -3,21 +3,22 @@
 Layers of a kind share one graph, which is compiled in seconds where the whole model takes minutes. Names of parameters,
 hooks of engines, adapters and checkpointing stay around the compiled code as they were. Only what is trained is
 compiled: evaluation and generation have modes, shapes and caches of their own, for which it would be done again.
+
+A graph is divided into its forward and backward pass by a minimum cut: what the backward pass can compute from other
+tensors within its own kernels is not kept for it. torch leaves out what a matrix product of the backward pass reads,
+such as the result of a norm or of an activation function, as that has to be written to memory once more. Told to
+recompute it all the same, it keeps a third less, and still repeats no product and no attention.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-import os
-import shutil
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as partitioning
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.common import in_background
@@ -29,6 +30,7 @@ class CompiledLayers:
     Args:
         models: As `add` takes.
         backend: Of `torch.compile`.
+        elementwise: Whether all element-wise work is computed again in the backward pass that can be.
 
     Attributes:
         layers: How many there are.
@@ -36,9 +38,9 @@ class CompiledLayers:
             graph, or where it depends on more than the sizes of a batch.
     """
 
-    def __init__(self, *models: torch.nn.Module, backend: str = "inductor") -> None:
+    def __init__(self, *models: torch.nn.Module, backend: str = "inductor", elementwise: bool = False) -> None:
         self.graphs = self.layers = 0
-        self._backend = backend
+        self._backend, self._elementwise = backend, elementwise
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         for model in models:
             self.add(model)
@@ -46,7 +48,7 @@ class CompiledLayers:
     def add(self, model: torch.nn.Module) -> None:
         """Has the layers of a Transformers or PEFT model compiled, before engines wrap it; it is changed in place.
         Layers of another model that are alike share their graphs."""
-        layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+        layers = _layers(model)
         self.layers += len(layers)
         for layer in layers:
             layer.forward = self._forward(layer)
@@ -71,18 +73,30 @@ class CompiledLayers:
                 return layer._gradient_checkpointing_func(functools.partial(compiled, **kwargs), *args)
             return compiled(*args, **kwargs)
 
+        vars(forward)["elementwise"] = self._elementwise
         return forward
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
-        compiled = torch._dynamo.lookup_backend(self._backend)(graph, inputs)
+        # Here graphs are divided. torch's cache of them knows these settings: they are a part of its keys.
+        with partitioning.patch(ban_recompute_materialized_backward=not self._elementwise):
+            compiled = torch._dynamo.lookup_backend(self._backend)(graph, inputs)
         self.graphs += 1
         return compiled
 
 
 def compiled(model: torch.nn.Module) -> bool:
     """Whether the layers of a model are compiled when they are called."""
-    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    layers = _layers(model)
     return bool(layers) and all("forward" in vars(layer) for layer in layers)
+
+
+def recomputes_elementwise(model: torch.nn.Module) -> bool:
+    """Whether the layers of a model are compiled so that they compute element-wise work again in the backward pass."""
+    return compiled(model) and all(layer.forward.elementwise for layer in _layers(model))
+
+
+def _layers(model: torch.nn.Module) -> list[Any]:
+    return [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
 
 
 def prepare(device: str) -> None:
@@ -95,23 +109,6 @@ def prepare(device: str) -> None:
     """
     if device == "cpu":
         in_background(importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list)
-
-
-def missing(device: str) -> str:
-    """What this machine lacks to compile for a device; empty if nothing.
-
-    Args:
-        device: `cuda`, `rocm` or `cpu`.
-    """
-    # Triton compiles its launchers with a C compiler.
-    compilers = [os.environ.get("CXX"), "g++", "clang++"] if device == "cpu" else [os.environ.get("CC"), "gcc", "clang"]
-    if not any(name and shutil.which(name) for name in compilers):
-        return f"there is no {'C++' if device == 'cpu' else 'C'} compiler ({compilers[1]})"
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        return "Python's header files are not installed (python3-dev)"
-    if device != "cpu" and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    return ""
 
 
 def _configured(function: Callable[..., Any]) -> Callable[..., Any]:

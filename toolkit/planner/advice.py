@@ -220,6 +220,7 @@ _NOTES = {
     ("precision", "fp32"): "weights and activations of twice the size",
     ("precision", "fp16"): "fp16 with loss scaling, as these devices have no fast bf16",
     (MODE, "full"): "layers are computed twice",
+    (MODE, "elementwise"): "what matrix products read of element-wise work is written to memory twice",
     (MODE, "selective"): "all but attention is computed twice",
     (MODE, "offload"): "layers are computed twice, and their inputs cross to the host and back",
 }

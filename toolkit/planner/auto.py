@@ -45,6 +45,7 @@ _SECTIONS = {
 """Sections in the order in which they are decided, with the reason of a choice that had no rival."""
 _RECOMPUTED = {
     "none": "recomputing nothing",
+    "elementwise": "recomputing element-wise work",
     "selective": "recomputing all but attention",
     "full": "recomputing {}",
     "offload": "recomputing {} with its input held in host memory",

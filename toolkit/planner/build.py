@@ -22,8 +22,8 @@ from toolkit.models import attention
 from toolkit.planner import kernels
 from toolkit.planner.advice import advise
 from toolkit.planner.auto import fastest_precision, resolve
+from toolkit.planner.compiled import Find, of_compiled, of_elementwise
 from toolkit.planner.hardware import Hardware
-from toolkit.planner.hardware.specs import Device
 from toolkit.planner.layouts import FREE, layouts
 from toolkit.planner.loader import loader_workers
 from toolkit.planner.memory.device import memory
@@ -36,10 +36,8 @@ from toolkit.planner.search import Changes, as_arguments, explore
 from toolkit.planner.speed.stages import stage_layers
 from toolkit.planner.speed.work import micro_load, work
 from toolkit.planner.trace import store
-from toolkit.planner.trace.every import every_nth
-from toolkit.planner.trace.setting import Setting, setting_of
+from toolkit.planner.trace.setting import setting_of
 from toolkit.planner.trace.store import Tracing
-from toolkit.planner.trace.types import Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe, compilation, model_configs
 from toolkit.recipe.teaching import of_teacher
@@ -66,8 +64,8 @@ class _Question:
         per_row, longest = self._fullest(recipe, layout, backend)
         fullest = dataclasses.replace(layout, seq_len=per_row)
         setting = setting_of(recipe, self.config, device.kind, backend, fullest)
-        trace = store.obtain(setting, self.tracing) if may_trace else store.find(setting)
-        trace = trace or store.find(setting.in_bf16())
+        find: Find = functools.partial(store.obtain, tracing=self.tracing) if may_trace else store.find
+        trace = find(setting) or store.find(setting.in_bf16())
         if trace is None:
             return None
         require_quantized(recipe, trace)
@@ -88,6 +86,13 @@ class _Question:
                 routed=experts[0] if balanced and experts[0] > 1 else 0,
                 usual=min(1.0, load.padded / (layout.in_sequences.micro_batch_size * per_row)),
             )
+        kept = None
+        if recipe.activation_checkpointing.mode == "elementwise":
+            known = of_elementwise(trace, setting, device, find)
+            if known is None:
+                return None
+            kept, again = known
+            workload = dataclasses.replace(workload, written_again=again)
         drives = disk(workload)
         done = work(
             workload,
@@ -99,6 +104,8 @@ class _Question:
             may_compile=kernels.may_compile(hardware) and not compilation.unfit(recipe, self.config),
         )
         compiles = "layers" if done.compile_seconds else "off"
+        if kept is None:
+            kept = of_compiled(trace, setting, device, find) if compiles == "layers" else trace
         workers, chosen = recipe.data.num_workers, {}
         if workers == "auto":
             workers, takes = loader_workers(recipe, layout, hardware, done)
@@ -109,7 +116,7 @@ class _Question:
             workload,
             layout=fullest,
             teacher=taught and dataclasses.replace(taught, layout=fullest, longest=longest),
-            trace=self._of_compiled(trace, setting, device, may_trace) if compiles == "layers" else trace,
+            trace=kept,
             longest=longest,
             target_len=targets and min(targets, longest),
             evaluation_len=max(fullest.seq_len, self._evaluated(recipe, layout, backend)),
@@ -173,26 +180,6 @@ class _Question:
         if trace is None:
             return None
         return Workload(teaches, layout, hardware, trace, experts=model_configs.experts(config))
-
-    def _of_compiled(self, trace: Trace, setting: Setting, device: Device, may_trace: bool) -> Trace:
-        """The same with what compiled layers keep for the backward pass, which is less. On an H200 (torch 2.11) 1.2B
-        parameters trained in full allocated what this says, adapters on 1.2B and 8B 1% to 3% less; they were planned
-        29%, 27% and 22% too large by uncompiled layers. Those that are recomputed keep nothing."""
-        every_layer = setting.checkpointing != "none" and setting.every_n_layers == 1
-        if setting.device == "cpu" or every_layer or trace.origin != "traced":
-            return trace
-        none, every = setting.ends()
-        compiled = dataclasses.replace(none, compiled=True)
-        if setting.method.get("quantization") == "fp8" and "fp8" in device.flops:
-            # Nothing is restored that could be kept: 0.9% more than was measured there.
-            compiled = dataclasses.replace(compiled, method={**setting.method, "quantization": "none"})
-        obtain = functools.partial(store.obtain, tracing=self.tracing) if may_trace else store.find
-        parts = [obtain(each) for each in ((compiled, every) if setting.every_n_layers > 1 else (compiled,))]
-        found = [each for each in parts if each and each.origin == "traced"]
-        if len(found) < len(parts):
-            return trace
-        kept = found[0] if len(found) == 1 else every_nth(found[0], found[1], setting.every_n_layers)
-        return dataclasses.replace(trace, moments=kept.moments)
 
     def _backend(self, recipe: Recipe, hardware: Hardware) -> str:
         return kernels.backend(recipe, hardware, self.config, self.statistics)[0]
@@ -303,6 +290,13 @@ def estimate(
     # An engine must be known before the data is prepared, and be the same when the run is continued; a micro-batch not.
     known = question.statistics if recipe.knows_engine else None
     recipe, chosen = decide(recipe, hardware, config=question.config, statistics=known, tracing=tracing)
+    elementwise = recipe.activation_checkpointing.mode == "elementwise"
+    if elementwise and (why := compilation.unfit(recipe, question.config)):
+        # The rules say it of a model whose config is at hand.
+        raise UserError(
+            f"activation_checkpointing.mode=elementwise is done by compiled layers, and {why}",
+            "set activation_checkpointing.mode=full",
+        )
     plan = question.plan(recipe, hardware, may_trace=True)
     assert plan is not None
     if plan.origin == "formulas" and config is None and not model_configs.known_model(recipe.model):

@@ -38,8 +38,9 @@ def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work, confi
             f"times rest on estimated efficiencies of {hardware.device.title}; `toolkit calibrate` there measures them"
         )
     if work.compile_seconds:
+        untraced = hardware.device.kind == "cpu" and recipe.activation_checkpointing.mode != "elementwise"
         less = ", which takes less memory than planned where all activations are kept"
-        notes.append(f"layers are compiled{less if hardware.device.kind == 'cpu' else ''}")
+        notes.append(f"layers are compiled{less if untraced else ''}")
     if hardware.device.kind != "cpu" and not segments_grow(os.environ):
         notes.append(
             "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments:True, with which less memory would be lost"

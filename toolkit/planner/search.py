@@ -202,7 +202,7 @@ def _recomputations(recipe: Recipe, hardware: Hardware) -> list[Changes]:
         pairs = [("full", every)]
     else:
         some = [("full", number) for number in sorted({4, 2, every} - {1}, reverse=True)]
-        pairs = [("none", 1), *some, ("selective", 1), ("full", 1)]
+        pairs = [("none", 1), ("elementwise", 1), *some, ("selective", 1), ("full", 1)]
     pairs += [("offload", every)] if hardware.device.kind != "cpu" else []
     changes: list[Changes] = [{MODE: mode, EVERY: number} for mode, number in pairs]
     if recipe.batch.seq_len >= _LONG_ROW and recipe.activation_checkpointing.mlp_tiles == 1:
@@ -257,11 +257,16 @@ def _search(
         mode, every, tiles = changes.get(MODE), changes.get(EVERY, 1), changes.get(TILES, 1)
         least_seconds = 0.0
         less = mode if tiles > 1 else "full"
-        if (mode == "offload" or tiles > 1) and (known := quickest.get((place, less, every, 1))):
+        best, plain = fastest(candidates), quickest.get((place, "none", 1, 1))
+        if mode == "elementwise":
+            if plain is None or not plain.compile_seconds:
+                continue  # It is done in graphs, and layers are left as they are.
+            # Of equally fast ones the simpler strategy is taken.
+            least_seconds = plain.step_seconds.value * (1 + TIE if best and best.rank[0] <= place else 1)
+        elif (mode == "offload" or tiles > 1) and (known := quickest.get((place, less, every, 1))):
             least_seconds = known.step_seconds.value * (1 + TIE)
-        elif known := quickest.get((place, "none", 1, 1)):
-            least_seconds = known.step_seconds.value + _RECOMPUTING * known.compute_seconds.value / every
-        best = fastest(candidates)
+        elif plain:
+            least_seconds = plain.step_seconds.value + _RECOMPUTING * plain.compute_seconds.value / every
         if best and best.fits == "yes" and best.seconds < least_seconds:
             continue
         setting = recipe.with_values({**changes, **sizes[0]})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.distributed.layout import BatchLayout
 from toolkit.planner.hardware import Hardware
-from toolkit.planner.trace.types import Shape, Tensors, Trace
+from toolkit.planner.trace.types import NOTHING, Amount, Shape, Tensors, Trace
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import Strategy
 
@@ -93,6 +93,8 @@ class Workload:
     """The model that is learnt from, where there is one."""
     experts: tuple[int, int] = (1, 1)
     """Of a teacher, see `model_configs.experts`."""
+    written_again: Amount = NOTHING
+    """Bytes that the kernels of compiled layers write and read in the backward pass instead of keeping them for it."""
     routed: int = 0
     """Scores that a layer's router has for each token, where a pipeline sends them on to be balanced."""
 
@@ -154,7 +156,7 @@ class Workload:
         copies = parts // math.gcd(shared or 1, parts)
         once = (2 * heads + 2 * shared * copies) * width * (parts - 1) / parts
         checkpointing = self.recipe.activation_checkpointing
-        return once, once * (1 if checkpointing.mode == "none" else 1 + 1 / checkpointing.every_n_layers)
+        return once, once * (1 + 1 / checkpointing.every_n_layers if checkpointing.of_layers else 1)
 
     @property
     def passes_before(self) -> bool:

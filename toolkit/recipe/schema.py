@@ -271,9 +271,10 @@ class Recipe(Section):
     on NVIDIA's GPUs from Ampere on."""
     compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(_off)] = "auto"
     """Whether torch compiles the model's layers while they are trained (`layers`), which fuses their element-wise work,
-    or runs them as they are (`off`). `auto`: where by the plan it saves more time than it takes; elsewhere on a GPU
-    Liger's kernels are used, where they are installed and compute the same. Results are the same but for the order of
-    rounding, and for which elements dropout draws."""
+    or runs them as they are (`off`). `auto`: where by the plan it saves more time than it takes, or where
+    `activation_checkpointing.mode: elementwise` needs it; elsewhere on a GPU Liger's kernels are used, where they are
+    installed and compute the same. Results are the same but for the order of rounding, and for which elements dropout
+    draws."""
     strategy: Strategy = Strategy()
     parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()
@@ -380,6 +381,11 @@ class Recipe(Section):
         """Keys that are left to the plan; empty for a recipe that can run."""
         keys = ("precision", "strategy.name", "activation_checkpointing.mode", "batch.micro_batch_size")
         return tuple(key for key in keys if attrgetter(key)(self) == "auto")
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether layers are compiled whatever the plan says."""
+        return self.compile == "layers" or self.activation_checkpointing.mode == "elementwise"
 
     @property
     def engine_precision(self) -> str:

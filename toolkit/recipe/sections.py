@@ -281,10 +281,12 @@ class ActivationCheckpointing(Section):
 
     main_key: ClassVar[str | None] = "mode"
 
-    mode: Literal["none", "full", "selective", "offload", "auto"] = "none"
-    """What is not kept from the forward pass: `none` keeps all activations, `full` recomputes layers, `selective` keeps
-    attention outputs and recomputes the rest, `offload` recomputes layers and holds their inputs in host memory.
-    `auto`: the mode, and the `every_n_layers` unless one is set, that fit and are fastest by the plan."""
+    mode: Literal["none", "elementwise", "full", "selective", "offload", "auto"] = "none"
+    """What is not kept from the forward pass: `none` keeps all activations; `elementwise` recomputes norms, activation
+    functions and all else between matrix products and attention, which are never repeated, and has the layers compiled
+    for it; `full` recomputes layers, `selective` keeps attention outputs and recomputes the rest, `offload` recomputes
+    layers and holds their inputs in host memory. `auto`: the mode, and the `every_n_layers` unless one is set, that fit
+    and are fastest by the plan."""
     every_n_layers: PositiveInt = 1
     """With `mode: full` and `mode: offload`, checkpoint only every n-th layer: faster, for more memory."""
     mlp_tiles: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -293,9 +295,15 @@ class ActivationCheckpointing(Section):
     For long rows, beside any `mode`; MLPs are computed once more than without."""
 
     @property
+    def of_layers(self) -> bool:
+        """Whether layers are computed again, at least every n-th; of `elementwise` torch's compiler decides within
+        their graphs what is."""
+        return self.mode not in ("none", "elementwise")
+
+    @property
     def of_all_layers(self) -> bool:
         """Whether every layer is computed again."""
-        return self.mode != "none" and self.every_n_layers == 1
+        return self.of_layers and self.every_n_layers == 1
 
 
 RETRIEVAL, CORRELATIONS = ("recall_at_1", "recall_at_10", "mrr_at_10"), ("spearman", "pearson")

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
+from toolkit.common import UserError
 from toolkit.distributed.layout import BatchLayout, batch_layout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.distributed.stages import cut
-from toolkit.models import compiled_layers, device, liger_kernels
+from toolkit.models import compilers, device, liger_kernels
+from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.load import ModelSource
 from toolkit.models.pipeline import Split
 from toolkit.planner.kernels import EAGER
@@ -48,13 +50,33 @@ def compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) ->
 
     def judge(lacks: Mapping[int, str]) -> bool:
         planned = "layers" if guard and guard.plan.work.compile_seconds else "off"
-        wanted = planned if recipe.compile == "auto" else recipe.compile
+        wanted = "layers" if recipe.compiles_layers else planned if recipe.compile == "auto" else "off"
         rank, reason = next(((rank, each) for rank, each in lacks.items() if each), (0, ""))
         if wanted == "layers" and reason:
             _log.warning("layers are not compiled: %s%s", reason, f", on {rendezvous.name(rank)}" if rank else "")
         return wanted == "layers" and not reason
 
-    return bool(rendezvous.exchange("compile", compiled_layers.missing(device.kind()), judge))
+    return bool(rendezvous.exchange("compile", compilers.missing(device.kind()), judge))
+
+
+def compiled(recipe: Recipe, model: Any) -> CompiledLayers | None:
+    """The layers of a model, which are compiled when they are first called; None where they are not marked as such.
+
+    Raises:
+        UserError: If graphs are to recompute what then would be kept.
+    """
+    elementwise = recipe.activation_checkpointing.mode == "elementwise"
+    layers = CompiledLayers(model, elementwise=elementwise)
+    if layers.layers:
+        return layers
+    if elementwise:
+        raise UserError(
+            "activation_checkpointing.mode=elementwise is done by compiled layers, and this model's are not marked as "
+            "such",
+            "set activation_checkpointing.mode=none",
+        )
+    _log.warning("layers are not compiled: this model's are not marked as such")
+    return None
 
 
 def use_liger(base: Any, where: Any, rendezvous: Rendezvous, progress: Progress) -> None:

@@ -28,7 +28,7 @@ from toolkit.distributed.device_limits import check_device, check_engine
 from toolkit.distributed.exchanges import Exchange
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
-from toolkit.models import device, expert_parallel
+from toolkit.models import compilers, device, expert_parallel
 from toolkit.models.layer_sums import divide_processes, replicas
 from toolkit.models.load import ModelSource
 from toolkit.models.pipeline import alike_group, chain_processes, hand_on
@@ -300,6 +300,11 @@ def check_devices(recipe: Recipe, world: World) -> None:
     takes_fp16 = bool(gpus) or not recipe.strategy.zero_stage or recipe.precision != "fp16" or _deepspeed_takes_fp16()
     check_device(recipe, device.kind(), device.capability(), device.name(), takes_fp16)
     check_engine(recipe, device.kind(), world.world_size)
+    if recipe.activation_checkpointing.mode == "elementwise" and (lacks := compilers.missing(device.kind())):
+        raise UserError(
+            f"activation_checkpointing.mode=elementwise is done by compiled layers, and on this machine {lacks}",
+            "install it, or set activation_checkpointing.mode=full",
+        )
     if "bf16" in recipe.engine_precision and not gpus and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         _log.warning("this CPU computes bf16 a hundred times slower than fp32; set precision=fp32")
     if recipe.precision in FP8_SCALING:

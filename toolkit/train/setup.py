@@ -29,7 +29,6 @@ from toolkit.files import check_disk, write_json
 from toolkit.models import attention, attention_kernels, compiled_layers, device
 from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
-from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
@@ -224,10 +223,7 @@ def set_up(
         _begin(trainer, source, types, prepared.train)
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
     trainer.remove_callback(PrinterCallback)
-    compiled = CompiledLayers(trainer.model) if compiles else None
-    if compiled and not compiled.layers:
-        _log.warning("layers are not compiled: this model's are not marked as such")
-        compiled = None
+    compiled = agreed.compiled(recipe, trainer.model) if compiles else None
 
     hashed = None
     if model_hash:

@@ -68,12 +68,20 @@ class Verify(TrainerCallback):
         if not self._has_stepped:
             self._has_stepped = True
             self._check()
-            compiled = self._session.compiled
-            if compiled and not compiled.graphs and self._session.leads:
-                _log.warning(
-                    "layers run as they are: torch's compiler takes none of them (TORCH_LOGS=dynamo tells why)"
-                )
+            self._check_compiled()
         self._check_graphs(state.global_step)
+
+    def _check_compiled(self) -> None:
+        compiled = self._session.compiled
+        if compiled is None or compiled.graphs:
+            return
+        what = "layers run as they are: torch's compiler takes none of them (TORCH_LOGS=dynamo tells why)"
+        if self._session.recipe.activation_checkpointing.mode == "elementwise":
+            raise UserError(
+                f"activation_checkpointing.mode=elementwise: {what}", "set activation_checkpointing.mode=full"
+            )
+        if self._session.leads:
+            _log.warning("%s", what)
 
     def _check_graphs(self, step: int) -> None:
         """Says so where batches of other shapes have the layers compiled again, which costs more than it saves."""
@@ -397,8 +405,9 @@ def _autocast(accelerator: Any, model: Any) -> str:
 
 
 def _checkpointing(model: Any) -> str:
-    """Who recomputes activations: the `model`'s own layers, the `engine`'s wrappers around them, both, or none."""
-    recomputed_by = set()
+    """Who recomputes activations: the `model`'s own layers, the `engine`'s wrappers around them, `graphs` of compiled
+    layers, several of these, or none."""
+    recomputed_by = {"graphs"} if compiled_layers.recomputes_elementwise(model) else set()
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
             recomputed_by.add("engine")

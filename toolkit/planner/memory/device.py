@@ -226,7 +226,7 @@ class _RankMemory:
         if self.on_cpu or layout.sequence == 1:
             return 0.0
         checkpointing = self.recipe.activation_checkpointing
-        recomputed = 0.0 if checkpointing.mode == "none" else 1 / checkpointing.every_n_layers
+        recomputed = 1 / checkpointing.every_n_layers if checkpointing.of_layers else 0.0
         layers = max(1.0, self.trace.layers * (1 - recomputed))
         return layers * self.engine.shape.tokens * heads / layout.tensor * size * WIDTH[self.types.compute]
 
@@ -234,7 +234,7 @@ class _RankMemory:
         """The adapters' 16-bit copies, which stay for a whole step (`models.step_casts`). Without checkpointing a trace
         holds all of them at its fullest moments; with it, those of one layer."""
         recipe, dtype = self.recipe, self.types.autocast
-        if recipe.method.name != "lora" or dtype is None or recipe.activation_checkpointing.mode == "none":
+        if recipe.method.name != "lora" or dtype is None or not recipe.activation_checkpointing.of_layers:
             return 0.0
         others = self.trace.elements(trained=True) - self.engine.layer(trained=True)
         return 0.0 if recipe.compile == "layers" else WIDTH[dtype] * others
@@ -243,7 +243,7 @@ class _RankMemory:
         """What a compiled layer holds more than it does uncompiled when it is recomputed: its widest tensor, and two
         hidden states. Measured on an H100 (LoRA on 1.2B, four rows of 4,096 tokens): 0.37 GiB, as this says; later, on
         an H200, 0.4 GiB less than that. What compiled layers keep without recomputing is traced."""
-        if self.recipe.compile != "layers" or self.recipe.activation_checkpointing.mode == "none":
+        if self.recipe.compile != "layers" or not self.recipe.activation_checkpointing.of_layers:
             return 0.0
         shape = self.engine.shape
         inside = (each.shape[-2] for each in self.trace.tensors if each.place == "layer" and len(each.shape) > 1)

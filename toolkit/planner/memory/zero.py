@@ -224,7 +224,7 @@ class Zero3(_Zero):
         bucket = min(everything, self.strategy.prefetch_bucket_size * width)
         together = bucket if bucket > largest else 0.0
         ahead = self.strategy.max_live_parameters * width if bucket else largest
-        again = 2 if self.recipe.activation_checkpointing.mode == "none" else 3
+        again = 3 if self.recipe.activation_checkpointing.of_layers else 2
         reused = self.strategy.max_reuse_distance / again * width if moment.phase != "evaluation" else 0
         full = min(everything, max(ahead, reused + largest))
         in_layers = self.trace.elements(place="layer")

@@ -20,7 +20,7 @@ from toolkit.planner.memory.teacher import streamed
 from toolkit.planner.pipeline import bubble
 from toolkit.planner.plan import Disk
 from toolkit.planner.speed.communication import HOST, Transfer, inner_link, link_rate
-from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, Amount, Pass, Trace
+from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, NOTHING, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Load, Workload
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import FP8_SCALING
@@ -133,8 +133,12 @@ class Step:
         every, strategy = self._layout.gradient_accumulation_steps, workload.strategy
         on_host = strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none")
         fused = FUSED_ON_CPU if self._hardware.device.kind == "cpu" else FUSED
-        left = fused[end] if self._recipe.compile == "layers" else 1.0
-        passes = {name: self._pass_seconds(self._trace.passes[name], load, left) for name in ("forward", "backward")}
+        left = fused[end] if self._recipe.compiles_layers else 1.0
+        again = {"backward": workload.written_again}
+        passes = {
+            name: self._pass_seconds(self._trace.passes[name], load, left, again.get(name, NOTHING))
+            for name in ("forward", "backward")
+        }
         self.passing = passes
         update = self._update_seconds(on_host)
         before = every * self.evaluation_seconds(load) if workload.passes_before else 0.0
@@ -208,8 +212,9 @@ class Step:
             seconds += saved.model / min(WRITE_BANDWIDTH["whole"], self._hardware.node.nvme)
         return seconds / _GUESSED[self._rates]
 
-    def _pass_seconds(self, each: Pass, load: Load, left: float = 1.0) -> float:
-        """The roofline of one pass over a micro-batch, of whose element-wise work within layers a share is left."""
+    def _pass_seconds(self, each: Pass, load: Load, left: float = 1.0, again: Amount = NOTHING) -> float:
+        """The roofline of one pass over a micro-batch, of whose element-wise work within layers a share is left, and
+        which moves some bytes beside."""
         device, layers = self._hardware.device, self._trace.layers
         rates, peak = self._hardware.efficiency(self._dtype), device.flops[self._dtype]
         share = load.scored / load.padded
@@ -234,7 +239,7 @@ class Step:
         busy = (
             of(each.matmul) * product / self._products(load.padded)
             + of(each.attention, load.attended) / attention
-            + (fused(each.moved) - spared) / (device.bandwidth * self._of(rates.bandwidth))
+            + (fused(each.moved) - spared + of(again)) / (device.bandwidth * self._of(rates.bandwidth))
         )
         # Seconds are low where rates are high. A GPU computes while Python launches; a CPU does both itself.
         launching = of(each.launches) * getattr(rates.launch_seconds, self._end)

@@ -70,8 +70,8 @@ def work(
     steps = length.total_steps if length else None
     ends = {end: Step(workload, load, sent, end, experts) for end in OPPOSITE}
     compiling = COMPILE_SECONDS_ON_CPU if hardware.device.kind == "cpu" else COMPILE_SECONDS
-    compiles = recipe.compile == "layers"
-    if recipe.compile == "auto" and may_compile:
+    compiles = recipe.compiles_layers
+    if not compiles and recipe.compile == "auto" and may_compile:
         layers = dataclasses.replace(workload, recipe=recipe.with_values({"compile": "layers"}))
         compiled = {end: Step(layers, load, sent, end, experts) for end in OPPOSITE}
         saved = ends["value"].seconds - compiled["value"].seconds

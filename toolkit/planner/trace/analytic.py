@@ -9,11 +9,10 @@ from typing import Any
 from toolkit.common import UserError, in_a_line
 from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace.setting import Setting
-from toolkit.planner.trace.types import Amount, Moment, Pass, Tensors, Trace
+from toolkit.planner.trace.types import NOTHING, Amount, Moment, Pass, Tensors, Trace
 from toolkit.recipe import model_configs
 from toolkit.recipe.heads import EMBEDDING, HEADED
 
-_NOTHING = Amount()
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -99,12 +98,12 @@ def _estimated(setting: Setting, note: str) -> Trace:
         layers=layers,
         tensors=tensors,
         moments=(
-            Moment("forward", "head", False, activations, _NOTHING, logits, _NOTHING),
-            Moment("forward", "head", True, activations, _NOTHING, logits, _NOTHING),
-            Moment("backward", "last_layer", False, activations, _NOTHING, logits, _NOTHING),
-            Moment("backward", "first_layer", False, Amount((0.0, float(kept), 0.0)), _NOTHING, _NOTHING, gradients),
-            Moment("backward", "last_layer", True, activations, _NOTHING, logits, _NOTHING),
-            Moment("evaluation", "last_layer", False, Amount((0.0, float(kept), 0.0)), _NOTHING, logits, _NOTHING),
+            Moment("forward", "head", False, activations, NOTHING, logits, NOTHING),
+            Moment("forward", "head", True, activations, NOTHING, logits, NOTHING),
+            Moment("backward", "last_layer", False, activations, NOTHING, logits, NOTHING),
+            Moment("backward", "first_layer", False, Amount((0.0, float(kept), 0.0)), NOTHING, NOTHING, gradients),
+            Moment("backward", "last_layer", True, activations, NOTHING, logits, NOTHING),
+            Moment("evaluation", "last_layer", False, Amount((0.0, float(kept), 0.0)), NOTHING, logits, NOTHING),
         ),
         passes={
             "forward": work(1),

@@ -70,7 +70,7 @@ def trace(setting: Setting) -> Trace:
         warnings.simplefilter("ignore")
         compiled = None
         if setting.compiled:
-            compiled = CompiledLayers(backend=_DIVIDES)
+            compiled = CompiledLayers(backend=_DIVIDES, elementwise=setting.checkpointing == "elementwise")
             # Graphs of fake tensors serve nobody else, and only so many are made of one layer's code.
             stack.callback(torch._dynamo.reset)
         inventory = build(setting, None, FakeTensorMode())

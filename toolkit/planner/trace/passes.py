@@ -113,7 +113,7 @@ def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice, compiled: C
         return
     base._toolkit_prepared = True
     base.config.use_cache = False
-    if setting.checkpointing != "none":
+    if setting.checkpointing not in ("none", "elementwise"):
         settings = ActivationCheckpointing(mode=setting.checkpointing, every_n_layers=setting.every_n_layers)  # type: ignore[arg-type]
         kwargs = checkpointing_kwargs(settings)
         if setting.checkpointing == "selective":

@@ -53,7 +53,7 @@ class Setting:
         attention: Backend, resolved.
         layout: How the collator lays out a batch.
         masked: Whether rows of different lengths are padded, so that attention reads a mask.
-        checkpointing: Mode of activation checkpointing.
+        checkpointing: Mode of activation checkpointing; `elementwise` of compiled layers alone.
         every_n_layers: Of activation checkpointing.
         mlp_tiles: Of activation checkpointing.
         long: Whether a micro-batch has more than `CHUNK` tokens, from where on the loss works in chunks of so many.
@@ -156,7 +156,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         layout=rows,
         # A row by itself is not padded, and Transformers drops a mask that hides nothing.
         masked=rows in ("padded", "seq2seq") and layout.micro_batch_size > 1,
-        checkpointing=checkpointing.mode,
+        checkpointing=checkpointing.mode if checkpointing.of_layers else "none",
         every_n_layers=checkpointing.every_n_layers if checkpointing.mode in ("full", "offload") else 1,
         mlp_tiles=checkpointing.mlp_tiles,
         # Loops over chunks look different from one chunk; on a GPU, where they work in place, one trace serves both.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,6 +68,15 @@ class Amount:
     tokens: int = CHUNK
     block: int = 1
 
+    def less(self, other: Amount, times: float = 1.0) -> Amount:
+        """So many times what this is more than another."""
+
+        def difference(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(times * (a - b) for a, b in itertools.zip_longest(one, other, fillvalue=0.0))
+
+        fixed, per_layer = difference(self.fixed, other.fixed), difference(self.per_layer, other.per_layer)
+        return dataclasses.replace(self, fixed=fixed, per_layer=per_layer, chunk=times * (self.chunk - other.chunk))
+
     def at(self, shape: Shape) -> float:
         """The quantity for one shape; never negative.
 
@@ -93,6 +103,9 @@ class Amount:
         outside = sum(parts[:1]) + share * sum(parts[1:])
         inside = sum(each * term for each, term in zip(self.per_layer, terms, strict=False))
         return max(0.0, outside + layers * inside + self.chunk * min(1.0, share * tokens / self.tokens))
+
+
+NOTHING = Amount()
 
 
 @dataclass(frozen=True)
@@ -226,6 +239,14 @@ class Trace:
         return dataclasses.replace(
             self, tensors=tuple(joined(each) if each.parts > 1 else each for each in self.tensors)
         )
+
+    @property
+    def kept(self) -> Amount:
+        """Bytes that the layers keep for the backward pass, as they are when it begins."""
+        begins = next(each for each in self.moments if (each.phase, each.place) == ("backward", "head"))
+        parts = begins.activations, begins.casts
+        summed = itertools.zip_longest(*(each.per_layer for each in parts), fillvalue=0.0)
+        return Amount(per_layer=tuple(map(sum, summed)), block=begins.activations.block)
 
     @property
     def vocabulary(self) -> int:

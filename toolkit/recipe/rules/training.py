@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 
 from toolkit.recipe import model_configs
 from toolkit.recipe.arguments import wrong
+from toolkit.recipe.compilation import unfit
 from toolkit.recipe.embedding import COSENT, RANKING
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
@@ -15,6 +16,10 @@ from toolkit.recipe.sections import CORRELATIONS, FP8_SCALING, RETRIEVAL, SCHEDU
 
 def _tiled(recipe: Recipe) -> bool:
     return recipe.activation_checkpointing.mlp_tiles > 1
+
+
+def _elementwise(recipe: Recipe) -> bool:
+    return recipe.activation_checkpointing.mode == "elementwise"
 
 
 def _of_vectors(recipe: Recipe) -> str | None:
@@ -191,6 +196,18 @@ TRAINING_RULES = {
         ),
         "only modes full and offload can leave layers out",
         "set activation_checkpointing.mode=full, or remove every_n_layers",
+    ),
+    "elementwise-off": Rule(
+        "activation_checkpointing.mode",
+        lambda r, _: _elementwise(r) and r.compile == "off",
+        "element-wise work is computed again by compiled layers alone, and compile=off leaves layers as they are",
+        "set compile=auto, or activation_checkpointing.mode=full",
+    ),
+    "elementwise-unfit": Rule(
+        "activation_checkpointing.mode",
+        lambda r, c: _elementwise(r) and bool(unfit(r, c)),
+        "element-wise work is computed again by compiled layers alone, and {unfit_to_compile}",
+        "set activation_checkpointing.mode=full",
     ),
     "mlp-tiles-experts": Rule(
         "activation_checkpointing.mlp_tiles",

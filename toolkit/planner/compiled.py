@@ -1,0 +1,58 @@
+"""What compiled layers keep for the backward pass: less than they do uncompiled, and less again where told to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from toolkit.planner.hardware.specs import Device
+from toolkit.planner.trace.every import every_nth
+from toolkit.planner.trace.setting import Setting
+from toolkit.planner.trace.types import NOTHING, Amount, Trace
+
+Find = Callable[[Setting], Trace | None]
+"""The trace of a setting; None where it is not known."""
+
+
+def of_compiled(trace: Trace, setting: Setting, device: Device, find: Find) -> Trace:
+    """A trace with what compiled layers keep.
+
+    On an H200 (torch 2.11) 1.2B parameters trained in full allocated what this says, adapters on 1.2B and 8B 1% to 3%
+    less; they were planned 29%, 27% and 22% too large by uncompiled layers. Those that are recomputed keep nothing.
+    """
+    every_layer = setting.checkpointing != "none" and setting.every_n_layers == 1
+    if setting.device == "cpu" or every_layer or trace.origin != "traced":
+        return trace
+    none, every = setting.ends()
+    parts = [_compiled(none, device, find), *([find(every)] if setting.every_n_layers > 1 else [])]
+    found = [each for each in parts if each and each.origin == "traced"]
+    if len(found) < len(parts):
+        return trace
+    kept = found[0] if len(found) == 1 else every_nth(found[0], found[1], setting.every_n_layers)
+    return dataclasses.replace(trace, moments=kept.moments)
+
+
+def of_elementwise(trace: Trace, setting: Setting, device: Device, find: Find) -> tuple[Trace, Amount] | None:
+    """A trace with what compiled layers keep that compute element-wise work again, and what they move for it.
+
+    What they would keep otherwise is written by the kernels of the backward pass, to be read by the next ones. Where
+    that cannot be traced, they are taken to keep as much as uncompiled layers.
+
+    Returns:
+        None where it is not known yet.
+    """
+    plain, kept = _compiled(setting, device, find), _compiled(setting, device, find, "elementwise")
+    if plain is None or kept is None:
+        return None
+    if any(each.origin != "traced" for each in (trace, plain, kept)):
+        return trace, NOTHING
+    return dataclasses.replace(trace, moments=kept.moments), plain.kept.less(kept.kept, times=2.0)
+
+
+def _compiled(setting: Setting, device: Device, find: Find, mode: str = "none") -> Trace | None:
+    """What compiled layers keep in a mode of activation checkpointing in which no layer is recomputed."""
+    compiled = dataclasses.replace(setting, compiled=True, checkpointing=mode)
+    if setting.method.get("quantization") == "fp8" and "fp8" in device.flops:
+        # Nothing is restored that could be kept: 0.9% more than was measured there.
+        compiled = dataclasses.replace(compiled, method={**setting.method, "quantization": "none"})
+    return find(compiled)
