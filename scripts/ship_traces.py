@@ -61,8 +61,9 @@ def settings() -> dict[str, Setting]:
                         each = setting_of(decided, config, device[0], backend, layout)
                         found[each.key()] = each
                         if device == _NEW and _compiles(decided, config):
-                            compiled = dataclasses.replace(each, compiled=True)
-                            found[compiled.key()] = compiled
+                            for mode in ("none", "elementwise"):
+                                compiled = dataclasses.replace(each, compiled=True, checkpointing=mode)
+                                found[compiled.key()] = compiled
                         if teaches := of_teacher(decided):
                             theirs = model_configs.config_of(teaches.model)
                             assert theirs is not None, "teachers of shipped recipes are bundled"

@@ -323,9 +323,10 @@ def _optimizers(strategies: Mapping[str, Any]) -> str:
 
 
 def _rules() -> str:
+    others = {name: RULES[name] for name in ("elementwise-unfit",)}
     rows = [
         [f"`{name}`", f"`{rule.path}`", " ".join([_words(rule.why), rule.reference]).strip(), _words(rule.change)]
-        for name, rule in (STRATEGY_RULES | PARALLEL_RULES | EXPERT_RULES).items()
+        for name, rule in (others | STRATEGY_RULES | PARALLEL_RULES | EXPERT_RULES).items()
     ]
     return _table(["rule", "at", "why", "change"], rows)
 

@@ -24,12 +24,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.common import in_background
 
 
+_KEPT_FOR_SPEED = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart")
+"""What torch keeps although it could be computed again: what products of the backward pass read, and what is made of a
+tensor after a product that reads it too, such as the dropped-out inputs of adapters."""
+
+
 class CompiledLayers:
     """The layers of a model, compiled when they are first called.
 
     Args:
         models: As `add` takes.
-        backend: Of `torch.compile`.
+        backend: Of `torch.compile`, or its name.
         elementwise: Whether all element-wise work is computed again in the backward pass that can be.
 
     Attributes:
@@ -38,7 +43,9 @@ class CompiledLayers:
             graph, or where it depends on more than the sizes of a batch.
     """
 
-    def __init__(self, *models: torch.nn.Module, backend: str = "inductor", elementwise: bool = False) -> None:
+    def __init__(
+        self, *models: torch.nn.Module, backend: str | Callable[..., Any] = "inductor", elementwise: bool = False
+    ) -> None:
         self.graphs = self.layers = 0
         self._backend, self._elementwise = backend, elementwise
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -78,7 +85,7 @@ class CompiledLayers:
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
         # Here graphs are divided. torch's cache of them knows these settings: they are a part of its keys.
-        with partitioning.patch(ban_recompute_materialized_backward=not self._elementwise):
+        with partitioning.patch(dict.fromkeys(_KEPT_FOR_SPEED, not self._elementwise)):
             compiled = torch._dynamo.lookup_backend(self._backend)(graph, inputs)
         self.graphs += 1
         return compiled

@@ -16,6 +16,8 @@ from typing import Any
 import bitsandbytes as bnb
 import numpy as np
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import get_nop_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.common import UserError
@@ -70,7 +72,8 @@ def trace(setting: Setting) -> Trace:
         warnings.simplefilter("ignore")
         compiled = None
         if setting.compiled:
-            compiled = CompiledLayers(backend=_DIVIDES, elementwise=setting.checkpointing == "elementwise")
+            elementwise = setting.checkpointing == "elementwise"
+            compiled = CompiledLayers(backend=_as_inductor if elementwise else _DIVIDES, elementwise=elementwise)
             # Graphs of fake tensors serve nobody else, and only so many are made of one layer's code.
             stack.callback(torch._dynamo.reset)
         inventory = build(setting, None, FakeTensorMode())
@@ -111,6 +114,19 @@ def trace(setting: Setting) -> Trace:
         caches=_caches(setting, config),
         fused_head=choice.fused,
     )
+
+
+def _as_inductor(graph: Any, inputs: Any) -> Any:
+    """As `_DIVIDES`, after Inductor's own passes over the whole graph: of a chain of element-wise work no more than so
+    many operations are computed again, and some are taken out by these."""
+    from torch._inductor import compile_fx, config  # As heavy as a compiler.
+
+    # Its own random numbers, which these passes bring in, its kernels alone can draw.
+    divide, nothing = config.patch(fallback_random=True)(compile_fx.partition_fn), get_nop_func()
+    compiler = aot_autograd(
+        fw_compiler=nothing, bw_compiler=nothing, decompositions=compile_fx.select_decomp_table, partition_fn=divide
+    )
+    return compiler(graph, inputs)
 
 
 def _caches(setting: Setting, config: Any) -> tuple[Cache, ...] | None:
