@@ -64,7 +64,17 @@ def test_products_in_fp8_need_units_for_them(kind: str, capability: str, change:
         check_cpu(made)
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_graphs_need_a_gpu_that_triton_knows() -> None:
+    made = recipe(precision="fp32", activation_checkpointing={"mode": "elementwise"})
+    with pytest.raises(UserError, match=r"from compute capability 7\.0 on, and not for This") as caught:
+        check_device(made, "cuda", "6.1", "This")
+    assert caught.value.change == "set activation_checkpointing.mode=full"
+    check_device(made.with_values({"activation_checkpointing.mode": "full"}), "cuda", "6.1", "This")
+    for kind, capability in (("cuda", "7.0"), ("cuda", None), ("rocm", "9.4"), ("cpu", None)):
+        check_device(made, kind, capability, "That")
+
+
+@pytest.mark.parametrize("mode", ["none", "elementwise", "full", "selective"])
 def test_what_trains_on_a_cpu_passes(mode: str) -> None:
     for precision in ("fp32", "bf16", "pure_bf16"):
         check_cpu(recipe(precision=precision, activation_checkpointing={"mode": mode}))

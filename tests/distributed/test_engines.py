@@ -484,6 +484,7 @@ SHARDED = {"parameters": "sharded", "gradients": "sharded", "optimizer_state": "
         (1, {}, {}),
         (1, {"tf32": False}, {"tf32": False}),
         (1, {"activation_checkpointing": {"mode": "full"}}, {"activation_checkpointing": "model"}),
+        (1, {"activation_checkpointing": {"mode": "elementwise"}}, {"activation_checkpointing": "graphs"}),
         (1, {"activation_checkpointing": {"mlp_tiles": 4}}, {"mlp_tiles": 4}),
         (1, {"precision": "fp32"}, {"autocast": "none"}),
         (1, {"precision": "fp8"}, {"fp8_products": "tensorwise"}),
@@ -531,7 +532,7 @@ def test_the_state_that_a_recipe_asks_for(world_size: int, sections: dict[str, A
     assert stated(world_size, **{"precision": "bf16", **sections}) == wanted
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective", "offload"])
+@pytest.mark.parametrize("mode", ["none", "elementwise", "full", "selective", "offload"])
 def test_training_arguments_are_accepted_by_transformers(mode: str) -> None:
     from transformers import TrainingArguments
 
@@ -539,7 +540,7 @@ def test_training_arguments_are_accepted_by_transformers(mode: str) -> None:
     layout = batch_layout(made, 1)
     arguments = training_arguments(made, layout, run_length(made, 8, layout))
     built = TrainingArguments(use_cpu=True, output_dir="unset", **arguments)
-    assert built.activation_checkpointing == (mode != "none")
+    assert built.activation_checkpointing == (mode not in ("none", "elementwise"))
 
 
 def test_environment_leaves_libraries_quiet_and_private() -> None:

@@ -17,12 +17,17 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.common import UserError
+from toolkit.distributed.engine_state import EngineState
+from toolkit.distributed.layout import World
 from toolkit.models import compiled_layers
 from toolkit.models.compiled_layers import CompiledLayers, compiled
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import compilation
 from toolkit.recipe.rules import load_checked
+from toolkit.train import agreed, preflight, verify
 
+ELEMENTWISE = "activation_checkpointing=elementwise"
 SIZES = ((2, 17), (2, 33), (3, 64), (2, 40))
 SHORT = ((2, 5), (2, 7), (3, 9), (2, 8))
 STEPWISE = {"falcon_mamba", "mamba", "rwkv", "xlstm"}
@@ -30,17 +35,19 @@ STEPWISE = {"falcon_mamba", "mamba", "rwkv", "xlstm"}
 
 
 def adapted(checkpointing: bool) -> Any:
+    model = get_peft_model(llama(), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    if checkpointing:
+        model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=128, attn_implementation="sdpa",
     )  # fmt: skip
-    model = get_peft_model(
-        AutoModelForCausalLM.from_config(config), LoraConfig(target_modules="all-linear", init_lora_weights=False)
-    )
-    if checkpointing:
-        model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+    return AutoModelForCausalLM.from_config(config)
 
 
 def trained(model: Any, rows: int, length: int) -> tuple[float, float]:
@@ -81,6 +88,36 @@ def test_one_graph_serves_all_layers_and_lengths(checkpointing: bool, backend: s
         model(input_ids=torch.ones(1, 5, dtype=torch.long), labels=torch.ones(1, 5, dtype=torch.long))
     model.generate(input_ids=torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, pad_token_id=0)
     assert layers.graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("lora", "autocast", "off_by"),
+    [
+        (False, False, 0.0),
+        # Copies of an adapter's weights are made by another kernel.
+        pytest.param(True, True, 0.01, marks=pytest.mark.matrix),
+        pytest.param(False, True, 0.0, marks=pytest.mark.matrix),
+        pytest.param(True, False, 1e-6, marks=pytest.mark.matrix),
+    ],
+)
+def test_element_wise_work_that_is_computed_again_gives_the_same(lora: bool, autocast: bool, off_by: float) -> None:
+    """By Inductor: losses and gradients are those of compiled layers that keep it."""
+    steps = []
+    for elementwise in (False, True):
+        torch._dynamo.reset()
+        model = adapted(False) if lora else llama().train()
+        layers = CompiledLayers(model, elementwise=elementwise)
+        assert compiled_layers.recomputes_elementwise(model) == elementwise
+        assert not any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss, _ = trained(model, 2, 40)
+        assert layers.graphs == 1
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        steps.append((loss, gradients))
+    (loss, kept), (same, again) = steps
+    assert same == loss and again.keys() == kept.keys()
+    for name, gradient in kept.items():
+        assert (again[name] - gradient).norm() <= off_by * gradient.norm(), name
 
 
 def test_vector_instructions_are_known_by_the_time_they_are_asked_for() -> None:
@@ -183,6 +220,33 @@ def test_what_is_missing_leaves_the_layers_as_they_are(
     monkeypatch.delenv("CXX", raising=False)
     assert small.set_up("compile=layers").compiled is None
     assert "layers are not compiled: there is no C++ compiler" in caplog.text
+
+
+def test_a_run_that_needs_graphs_ends_where_there_can_be_none(
+    place: Path, formulas: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = load_checked("small", [ELEMENTWISE]).recipe
+    plain: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(UserError, match="not marked as such"):
+        agreed.compiled(made, plain)
+    assert agreed.compiled(load_checked("small").recipe, plain) is None
+    monkeypatch.setenv("PATH", str(place))
+    monkeypatch.delenv("CXX", raising=False)
+    preflight.check_devices(load_checked("small", ["compile=layers"]).recipe, World())
+    with pytest.raises(UserError, match=r"there is no C\+\+ compiler") as caught:
+        preflight.check_devices(made, World())
+    assert "activation_checkpointing.mode=full" in caught.value.change
+
+
+def test_a_run_computes_element_wise_work_again_where_it_is_told_to(place: Path, formulas: None) -> None:
+    """Whatever the plan says of compiling, and Transformers checkpoints nothing."""
+    session = small.set_up(ELEMENTWISE, "compile=auto")
+    assert session.compiled.layers == 2 and not session.trainer.args.activation_checkpointing
+    graphs = EngineState(activation_checkpointing=verify._checkpointing(session.module))
+    assert graphs.activation_checkpointing == "graphs"
+    kept = small.set_up("compile=layers", "output.name=other")
+    with pytest.raises(UserError, match="activation_checkpointing: the recipe asks for graphs, none runs"):
+        verify.verify(graphs, EngineState(activation_checkpointing=verify._checkpointing(kept.module)))
 
 
 def test_a_run_compiles_where_it_is_told_to_and_not_by_itself_on_a_cpu(place: Path, formulas: None) -> None:

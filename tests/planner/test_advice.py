@@ -197,6 +197,7 @@ def test_words_state_the_difference_with_figures() -> None:
             {"activation_checkpointing.mode": "full", "activation_checkpointing.every_n_layers": 4},
             "every 4th layer is computed twice",
         ),
+        ({"activation_checkpointing.mode": "elementwise"}, "is written to memory twice"),
         ({"activation_checkpointing.mode": "selective"}, "all but attention is computed twice"),
         ({"activation_checkpointing.mode": "offload"}, "cross to the host and back"),
         ({"activation_checkpointing.mode": "none"}, ""),

@@ -27,6 +27,8 @@ from toolkit.planner.search import (
     least,
 )
 
+LITTLE = [("none", 1), ("elementwise", 1)]
+
 
 def candidate(
     name: str,
@@ -85,20 +87,24 @@ def test_the_cheapest_and_the_least() -> None:
 @pytest.mark.parametrize(
     ("stated", "hardware", "expected"),
     [
-        ({}, "h100", [("none", 1), ("full", 4), ("full", 2), ("selective", 1), ("full", 1), ("offload", 1)]),
-        ({}, "cpu", [("none", 1), ("full", 4), ("full", 2), ("selective", 1), ("full", 1)]),
+        (
+            {},
+            "h100",
+            [*LITTLE, ("full", 4), ("full", 2), ("selective", 1), ("full", 1), ("offload", 1)],
+        ),
+        ({}, "cpu", [*LITTLE, ("full", 4), ("full", 2), ("selective", 1), ("full", 1)]),
         (
             {"mode": "full", "every_n_layers": 3},
             *(
                 "h100",
-                [("none", 1), ("full", 4), ("full", 3), ("full", 2), ("selective", 1), ("full", 1), ("offload", 3)],
+                [*LITTLE, ("full", 4), ("full", 3), ("full", 2), ("selective", 1), ("full", 1), ("offload", 3)],
             ),
         ),
         ({"mode": "auto", "every_n_layers": 3}, "h100", [("full", 3), ("offload", 3)]),
         (
             {"mode": "auto"},
             "h100",
-            [("none", 1), ("full", 4), ("full", 2), ("selective", 1), ("full", 1), ("offload", 1)],
+            [*LITTLE, ("full", 4), ("full", 2), ("selective", 1), ("full", 1), ("offload", 1)],
         ),
     ],
 )
@@ -201,6 +207,32 @@ def test_settings_are_ranked_from_the_simplest_to_the_most_involved() -> None:
         place, level = each.rank
         assert order[place] == (each.recipe.strategy.name, each.recipe.strategy.sync_each_batch)
         assert (level == 0) == (each.recipe.activation_checkpointing.mode == "none")
+
+
+@pytest.mark.parametrize(("compiled", "fits", "tried"), [(20.0, "no", True), (0.0, "no", False), (20.0, "yes", False)])
+def test_graphs_recompute_only_where_layers_are_compiled_and_keeping_all_does_not_fit(
+    compiled: float, fits: str, tried: bool
+) -> None:
+    asked: list[str] = []
+
+    def estimate(changed: Any, hardware: Any, may_trace: bool = False) -> Any:
+        mode = changed.activation_checkpointing.mode
+        asked.append(mode)
+        plan = candidate(mode, 1.0, fits if mode == "none" else "yes").plan
+        seconds = SimpleNamespace(value=1.0 if mode in ("none", "elementwise") else 2.0)
+        plan.work = SimpleNamespace(
+            step_seconds=seconds, compute_seconds=seconds, compile_seconds=compiled,
+            tokens_per_step=1.0, tokens_from="upper bound",
+        )  # fmt: skip
+        return plan
+
+    found = explore(recipe(), find("h100"), estimate, (MODE,))
+    best = fastest(found)
+    assert ("elementwise" in asked) == tried and best is not None
+    mode = "none" if fits == "yes" else "elementwise" if tried else "full"
+    assert best.recipe.activation_checkpointing.mode == mode
+    # A step that recomputes layers cannot be as short.
+    assert ("full" in asked) == (fits == "no" and not tried)
 
 
 def test_what_would_have_been_taken_anyway_is_no_change() -> None:

@@ -170,8 +170,19 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ),
     (
         *("checkpointing-interval", "activation_checkpointing.every_n_layers=2 "),
-        each("activation_checkpointing.mode", "none selective"),
+        each("activation_checkpointing.mode", "none elementwise selective"),
         each("activation_checkpointing.mode", "full offload"),
+    ),
+    (
+        *("elementwise-off", "activation_checkpointing.mode=elementwise "),
+        ["compile='off'"],
+        each("compile", "auto layers"),
+    ),
+    ("elementwise-off", "compile='off' ", [], each("activation_checkpointing.mode", "none full selective offload")),
+    (
+        *("elementwise-unfit", "activation_checkpointing.mode=elementwise "),
+        [*STAGES[2:], FSDP, "activation_checkpointing.mlp_tiles=2"],
+        ["", *STAGES[:2], DDP],
     ),
     ("checkpointing-interval", "activation_checkpointing.every_n_layers=1 ", [], [""]),
     (

@@ -18,6 +18,7 @@ NOW_EVALUATED = ["data.eval_split=0.05", "evaluation.every_steps=100"]
 SCHEDULE_FREE = ["optimizer=schedule_free_adamw", "schedule.name=constant"]
 AVERAGED = ["checkpoint.save_steps=50", "checkpoint.average_last=3"]
 FULL_RECOMPUTATION = ["activation_checkpointing.mode=full"]
+ELEMENTWISE = ["activation_checkpointing.mode=elementwise"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
 DDP = ["strategy.name=ddp"]
 DPO = ["objective=dpo"]
@@ -177,6 +178,17 @@ CASES = [
         ["activation_checkpointing={mode: selective, every_n_layers: 2}"],
         ["~activation_checkpointing.every_n_layers"],
     ),
+    (
+        "checkpointing-interval",
+        ["activation_checkpointing={mode: elementwise, every_n_layers: 2}"],
+        ["~activation_checkpointing.every_n_layers"],
+    ),
+    ("elementwise-off", [*ELEMENTWISE, "compile='off'"], ["compile=auto"]),
+    ("elementwise-off", [*ELEMENTWISE, "compile='off'"], FULL_RECOMPUTATION),
+    ("elementwise-unfit", [*ELEMENTWISE, TILES], FULL_RECOMPUTATION),
+    ("elementwise-unfit", [*ELEMENTWISE, "model=mamba"], FULL_RECOMPUTATION),
+    ("elementwise-unfit", [*ELEMENTWISE, LORA, "method.quantization=int8"], FULL_RECOMPUTATION),
+    *(("elementwise-unfit", [*ELEMENTWISE, *each], FULL_RECOMPUTATION) for each in (ZERO3, PARTS, PIPED, EXPERTS)),
     (
         "batch-micro-division",
         ["batch={global_batch_size: 12, micro_batch_size: 8}"],

@@ -96,6 +96,7 @@ ELSEWHERE = {
     "data/template_limits": "data/test_encode",
     # Tables and types, tested by what reads them.
     "recipe/compilation": "models/test_compiled_layers",
+    "models/compilers": "models/test_compiled_layers",
     "recipe/other_names": "recipe/test_other_tools",
     "recipe/base": "recipe/test_schema",
     "recipe/sections": "recipe/test_show",

@@ -23,7 +23,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.common import in_background
 
-
 _KEPT_FOR_SPEED = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart")
 """What torch keeps although it could be computed again: what products of the backward pass read, and what is made of a
 tensor after a product that reads it too, such as the dropped-out inputs of adapters."""
