@@ -306,7 +306,11 @@ def check_devices(recipe: Recipe, world: World) -> None:
         if importlib.util.find_spec("torchao") is None:
             raise UserError(f"precision={recipe.precision}: torchao is not installed", "run `pip install torchao`")
         if not gpus:
-            _log.warning("precision=%s: a CPU rounds to fp8 and is slower by it; set precision=bf16", recipe.precision)
+            _log.warning(
+                "precision=%s: a CPU rounds to fp8 and is slower by it; set precision=%s",
+                recipe.precision,
+                recipe.in_bf16,
+            )
     optimizer.check_available(recipe)
     for tracker in recipe.logging.trackers:
         if importlib.util.find_spec(tracker) is None:

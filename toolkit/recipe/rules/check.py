@@ -31,6 +31,7 @@ from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys, ze
 from toolkit.recipe.rules.training import (
     TRAINING_RULES,
     evaluation_keys,
+    masters_figures,
     micro_batch,
     not_below_the_peak,
     own_keys,
@@ -200,6 +201,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         **reward_figures(recipe),
         **distillation_figures(recipe),
         **embedding_figures(recipe),
+        **masters_figures(recipe),
         "not_for_parameters": " and ".join(not_for_parameters(recipe)),
         "not_linear": not_linear(recipe, config),
         "linear_only": linear_only(recipe, config),
