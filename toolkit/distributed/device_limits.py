@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
-from toolkit.recipe.sections import FP8_SCALING
+from toolkit.recipe.precisions import FP8_SCALING
 
 _AMPERE, _ADA = 8.0, 8.9
 

@@ -19,7 +19,7 @@ from toolkit.distributed.launcher_flags import STAGES, Difference, Row, same, te
 from toolkit.distributed.layout import BatchLayout
 from toolkit.recipe import Recipe
 from toolkit.recipe.libraries import flat, uncounted
-from toolkit.recipe.sections import PURE
+from toolkit.recipe.precisions import PURE
 
 NVME_PLACEHOLDER = "/local_nvme"
 """Stands in rendered files for the folder that only the recipe knows."""

@@ -32,7 +32,7 @@ from toolkit.planner.search import (
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
 from toolkit.recipe.optimizers import OPTIMIZERS
-from toolkit.recipe.sections import PURE
+from toolkit.recipe.precisions import PURE
 
 MOST = 6
 """Entries of a list of advice."""

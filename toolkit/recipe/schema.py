@@ -18,6 +18,7 @@ from toolkit.recipe.embedding import Embedding
 from toolkit.recipe.faults import Faults
 from toolkit.recipe.heads import CLASSIFYING, EMBEDDING, HEADED
 from toolkit.recipe.parallel import Parallel
+from toolkit.recipe.precisions import FP8_SCALING, PURE
 from toolkit.recipe.preference import (
     JUDGED,
     PAIRED,
@@ -29,8 +30,6 @@ from toolkit.recipe.preference import (
 from toolkit.recipe.reinforcement import REINFORCED, Policy, Rewards, Rollout
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
-    FP8_SCALING,
-    PURE,
     ActivationCheckpointing,
     Arguments,
     Batch,

@@ -36,7 +36,7 @@ from toolkit.models.shared_rows import group_processes
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.recipe.parallel import Parallel
-from toolkit.recipe.sections import FP8_SCALING
+from toolkit.recipe.precisions import FP8_SCALING
 from toolkit.train import optimizer
 from toolkit.train.run_folder import flat, hash_files, versions
 

@@ -23,7 +23,7 @@ from toolkit.planner.speed.communication import HOST, Transfer, inner_link, link
 from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Load, Workload
 from toolkit.recipe import Recipe
-from toolkit.recipe.sections import FP8_SCALING
+from toolkit.recipe.precisions import FP8_SCALING
 
 HOST_BANDWIDTH, CORE_BANDWIDTH = 100e9, 4e9
 """Bytes/s at which an optimizer runs on a host, in all and per core: 28 bytes per parameter (two moments and the master

@@ -9,8 +9,9 @@ from toolkit.recipe import model_configs
 from toolkit.recipe.arguments import wrong
 from toolkit.recipe.embedding import COSENT, RANKING
 from toolkit.recipe.errors import Rule
+from toolkit.recipe.precisions import FP8_SCALING, PURE
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.sections import CORRELATIONS, FP8_SCALING, PURE, RETRIEVAL, SCHEDULES
+from toolkit.recipe.sections import CORRELATIONS, RETRIEVAL, SCHEDULES
 
 
 def _tiled(recipe: Recipe) -> bool:
