@@ -55,6 +55,7 @@ def run(
     setting: Setting,
     choice: HeadChoice,
     fake: Any,
+    chunk: int,
     batch: int,
     length: int,
     period: int = 1,
@@ -66,6 +67,7 @@ def run(
     Args:
         choice: How labels are scored.
         fake: The mode in which tensors are made.
+        chunk: Tokens that the output head works on at a time.
         period: So many layers at either end stand for those between them.
         deadline: See `Tracker`.
         compiled: Compiles the layers, where they are.
@@ -76,11 +78,11 @@ def run(
         inputs = _inputs(setting, batch, length)
         if setting.objective in HEADED:
             del inputs["labels"]
-        elif setting.device == "cpu" or not choice.fused or setting.objective == "seq2seq":
+        else:
             inputs["label_positions"] = torch.zeros(batch * length, dtype=torch.long)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *inputs.values()]
         # Heads of an objective's own score all at once.
-        chunk = setting.chunk if batch * length > setting.chunk and setting.objective not in HEADED else 0
+        chunk = chunk if batch * length > chunk and setting.objective not in HEADED else 0
         kind = CompiledTracker if compiled else Tracker
         tracker = kind(persistent, model.parameters(), setting.device == "cuda", chunk, deadline)
         timelines: dict[str, Timeline] = {}
