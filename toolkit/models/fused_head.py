@@ -198,10 +198,11 @@ def _scored(
     def gradient_of(rows: slice, products: torch.Tensor) -> torch.Tensor | None:
         """Of what the head's product is for some tokens, if one is wanted; notes their log-probabilities."""
         labels = rest.targets[rows, None]
-        counts = None if factors is None else factors[rows]
         if by_kernels:
-            counts = rest.trained[rows].float() if counts is None else counts * rest.trained[rows]
-            log_probs[rows] = _by_kernels(products, labels[:, 0], counts if any(wanted) else None, rest)
+            counts = rest.trained[rows, None].float()
+            if factors is not None:
+                counts.mul_(factors[rows, None])
+            log_probs[rows] = _by_kernels(products, labels[:, 0], counts[:, 0] if any(wanted) else None, rest)
             return products if any(wanted) else None
         logits = products.float()
         if rest.scale != 1:
@@ -226,8 +227,8 @@ def _scored(
             if rest.part is None:
                 gradient.exp_()
             gradient.scatter_add_(1, labels, ones)
-        if counts is not None:
-            gradient.mul_(counts[:, None])
+        if factors is not None:
+            gradient.mul_(factors[rows, None])
         if rest.temperature != 1:
             gradient.div_(rest.temperature)
         if rest.softcap is not None:
@@ -253,12 +254,14 @@ def _scored(
             torch.mm(gradient, matrix, out=to_hidden[rows])
         if to_weight is None:
             return
+        if not by_kernels:
+            states = states * counted
         if exact:
-            to_weight.addmm_(gradient.t(), states * counted)
+            to_weight.addmm_(gradient.t(), states)
         elif on_cpu:
-            to_weight.add_(gradient.t() @ (states * counted))
+            to_weight.add_(gradient.t() @ states)
         else:
-            chunked_logprob._addmm_fp32(to_weight, gradient.t(), states * counted)
+            chunked_logprob._addmm_fp32(to_weight, gradient.t(), states)
 
     for start in range(0, tokens, chunk):
         score(slice(start, start + chunk))
@@ -272,7 +275,7 @@ def _by_kernels(logits: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor
         logits: (N, V) before scale, cap and temperature; the gradient of minus the sum of the log-probabilities takes
             their place, if one is wanted.
         labels: (N).
-        counts: (N) what each token counts in that sum; None if no gradient is wanted.
+        counts: (N) what each token counts in that sum, of no use afterwards; None if no gradient is wanted.
     """
     tokens, vocabulary = logits.shape
     triton = chunked_logprob._use_triton(logits.device)
@@ -284,25 +287,25 @@ def _by_kernels(logits: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor
         "BLOCK_SIZE": chunked_logprob._BLOCK_SIZE,
     }
     asked = dict.fromkeys((f"HAS_{name.upper()}" for name in chunked_logprob.OPTIONAL_OUTPUTS), False)
-    largest = torch.full((tokens,), -torch.inf, device=logits.device)
-    total, found, unused = torch.zeros((3, tokens), device=logits.device)
+    largest, total, found, unused = torch.empty((4, tokens), device=logits.device).zero_()
+    largest.fill_(-torch.inf)
     read: Any = chunked_logprob._forward_kernel[(tokens,)] if triton else chunked_logprob._forward_tile
     read(
         *(logits, logits.stride(0), labels, largest, total, unused, unused, unused, unused, found, 0, vocabulary),
         **asked,
         **settings,
     )
-    normalizer = largest + total.log()
+    normalizer = total.log_().add_(largest)
     if counts is not None:
         blocks = -(-vocabulary // chunked_logprob._BLOCK_SIZE)
         turn: Any = chunked_logprob._backward_kernel[(tokens, blocks)] if triton else chunked_logprob._backward_tile
         turn(
-            *(logits, logits.stride(0), labels, normalizer, unused, -counts, unused, 0, vocabulary),
+            *(logits, logits.stride(0), labels, normalizer, unused, counts.neg_(), unused, 0, vocabulary),
             HAS_LOGPROB_GRAD=True,
             HAS_ENTROPY_GRAD=False,
             **settings,
         )
-    return found - normalizer
+    return found.sub_(normalizer)
 
 
 def _over_parts(

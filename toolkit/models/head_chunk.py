@@ -17,10 +17,10 @@ def head_chunk(vocabulary: int, itemsize: int, on_cpu: bool) -> int:
     """Tokens whose logits are formed at a time.
 
     Args:
-        vocabulary: Rows of the head's weight on this process.
+        vocabulary: Rows of the head's weight on this process; 0 without one.
         itemsize: Bytes of a logit.
         on_cpu: Whether they are formed on a CPU.
     """
     if on_cpu:
         return ON_CPU
-    return max(_STEP, min(_MOST, _BYTES // (vocabulary * itemsize)) // _STEP * _STEP)
+    return max(_STEP, min(_MOST, _BYTES // max(1, vocabulary * itemsize)) // _STEP * _STEP)

@@ -20,14 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toolkit.common import UserError
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.head_choice import choose
-from toolkit.models.head_chunk import head_chunk
 from toolkit.models.heads import head_modules
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.parts import parts_of
 from toolkit.models.stored import StoredWeight
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
-from toolkit.planner.trace.passes import ENCODER_PLACES, Micro, run
+from toolkit.planner.trace.passes import ENCODER_PLACES, Micro, chunk_of, run
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import build, depth_of, depths, load_config, pattern
 from toolkit.planner.trace.tracker import CATEGORIES, Timeline
@@ -73,9 +72,6 @@ def trace(setting: Setting) -> Trace:
             # Graphs of fake tensors serve nobody else, and only so many are made of one layer's code.
             stack.callback(torch._dynamo.reset)
         inventory = build(setting, None, FakeTensorMode())
-        head = None if headed else inventory.base.get_output_embeddings().weight
-        itemsize = getattr(torch, setting.autocast or setting.local).itemsize
-        chunk = CHUNK if head is None else head_chunk(len(head), itemsize, setting.device == "cpu")
         layers = depth_of(config)
         once, period = pattern(inventory.layers, setting.every_n_layers)
         small, large = depths(layers, once, period)
@@ -89,7 +85,7 @@ def trace(setting: Setting) -> Trace:
             except UserError as error:  # The whole model has what is named, in a layer that this one lacks.
                 raise RuntimeError(error.what) from error
             measure = functools.partial(
-                run, shallow, setting, choice, fake, chunk, period=period, deadline=deadline, compiled=compiled
+                run, shallow, setting, choice, fake, period=period, deadline=deadline, compiled=compiled
             )
             row = [measure(*shape) for shape in shapes]
             if row[0].timelines["forward"].names != row[0].timelines["forward+"].names:
@@ -103,7 +99,7 @@ def trace(setting: Setting) -> Trace:
     return Trace(
         layers=layers,
         tensors=tensors,
-        moments=tuple(_moments(runs, fit, layers, chunk)),
+        moments=tuple(_moments(runs, fit, layers, chunk_of(inventory, setting))),
         passes=_passes(runs, fit),
         boundary=fit.amount([[[micro.boundary] for micro in row] for row in runs])[0],
         buffers=buffers,

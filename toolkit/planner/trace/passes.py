@@ -20,12 +20,14 @@ from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.embedding import pooled
 from toolkit.models.head_choice import asks_routers
+from toolkit.models.head_chunk import head_chunk
 from toolkit.models.output_head import HeadChoice, OutputHead
 from toolkit.models.pair_head import PairHead
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import CompiledTracker, Timeline, Tracker
+from toolkit.planner.trace.types import CHUNK
 from toolkit.recipe.heads import EMBEDDING, HEADED
 from toolkit.recipe.sections import ActivationCheckpointing
 
@@ -55,7 +57,6 @@ def run(
     setting: Setting,
     choice: HeadChoice,
     fake: Any,
-    chunk: int,
     batch: int,
     length: int,
     period: int = 1,
@@ -67,7 +68,6 @@ def run(
     Args:
         choice: How labels are scored.
         fake: The mode in which tensors are made.
-        chunk: Tokens that the output head works on at a time.
         period: So many layers at either end stand for those between them.
         deadline: See `Tracker`.
         compiled: Compiles the layers, where they are.
@@ -82,6 +82,7 @@ def run(
             inputs["label_positions"] = torch.zeros(batch * length, dtype=torch.long)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *inputs.values()]
         # Heads of an objective's own score all at once.
+        chunk = chunk_of(shallow, setting)
         chunk = chunk if batch * length > chunk and setting.objective not in HEADED else 0
         kind = CompiledTracker if compiled else Tracker
         tracker = kind(persistent, model.parameters(), setting.device == "cuda", chunk, deadline)
@@ -106,6 +107,14 @@ def run(
         for parameter in model.parameters():
             parameter.grad = None
     return Micro(timelines, tracker.boundary, tracker.paddings)
+
+
+def chunk_of(shallow: Shallow, setting: Setting) -> int:
+    """Tokens that the output head of a vocabulary works on at a time."""
+    if setting.objective in HEADED:
+        return CHUNK
+    itemsize = getattr(torch, setting.autocast or setting.local).itemsize
+    return head_chunk(len(shallow.base.get_output_embeddings().weight), itemsize, setting.device == "cpu")
 
 
 def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice, compiled: CompiledLayers | None) -> None:
