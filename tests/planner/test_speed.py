@@ -658,11 +658,17 @@ def planned_speed(attention: str, model: str, rows: int, sections: dict[str, Any
 
 
 @pytest.mark.parametrize("row", OWN_ROWS)
-def test_measured_steps_on_an_h200(row: str) -> None:
-    """Of runs with compiled layers and torch's variable-length attention, by traces that are shipped."""
+def test_measured_steps_on_an_h200(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of runs with compiled layers and torch's variable-length attention, by traces that are shipped.
+
+    In these runs the output head formed its logits a second time in the backward pass, of 4,096 tokens at a time.
+    """
+    monkeypatch.setattr("toolkit.planner.speed.step.head_chunk", lambda *args: 4096)
     measured, model, rows, sections = OWN_ROWS[row]
     planned = planned_speed("torch_varlen", model, rows, sections | {"compile": "layers"})
-    assert 0.95 * measured < planned < 1.15 * measured
+    config, device = model_configs.bundled()[model].config, find("h200").device
+    again = 2 * config["vocab_size"] * config["hidden_size"] / (0.64 * device.flops["bf16"])
+    assert 0.95 * measured < 1 / (1 / planned + again) < 1.15 * measured
 
 
 @pytest.mark.slow
