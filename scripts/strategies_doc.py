@@ -43,6 +43,8 @@ _METHODS: dict[str, dict[str, Any]] = {
 }
 _PRECISIONS = ("fp32", "fp16", "bf16", "pure_bf16")
 _CHECKPOINTING = ("elementwise", "full", "selective", "offload")
+_EITHER = {"{r.in_bf16}": "bf16 or pure_bf16", "{with_masters}": "bf16 or fp8"}
+"""Figures of rules that are one of two, by whether there are fp32 masters or products in fp8."""
 _ENGINES = {"`single`, `ddp`": "ddp", "`zero1`, `zero2`, `zero3`": "zero2", "`fsdp`": "fsdp"}
 
 _INTRODUCTION = """\
@@ -333,6 +335,8 @@ def _rules() -> str:
 
 def _words(text: str) -> str:
     """A rule's text with dots for the figures that depend on the recipe."""
+    for figure, either in _EITHER.items():
+        text = text.replace(figure, either)
     return re.sub(r"\{[\w.]+\}", "…", text)
 
 

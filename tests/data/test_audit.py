@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, recipe, write_jsonl
 
-from toolkit.common import UserError
+from toolkit.common import LINES, UserError
 from toolkit.data.audit import (
     Audit,
     DataError,
@@ -174,11 +174,16 @@ def test_render_is_narrow_and_says_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [80, 100])
 def test_render_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.chdir(tmp_path)
     rows = [chat_row(f"{n} " * n, "yo") | {f"a_rather_long_column_name_{n}": 1} for n in range(1, 60)]
-    text = render(audit(tmp_path, rows, eval_split=0.2, seq_len=96, over_long="drop"))
-    assert max(len(line) for line in text.splitlines()) in range(width - 15, width + 1)
-    for words in ("and 39 more", "of the training rows", "of the held-out rows", "held-out rows are longer"):
-        assert words in " ".join(text.split())
+    for folder, words in ((Path(), ["and 39 more"]), (Path(*["a-folder"] * 20), [])):
+        folder.mkdir(parents=True, exist_ok=True)
+        text = render(audit(folder, rows, eval_split=0.2, seq_len=96, over_long="drop"))
+        assert max(len(line) for line in text.splitlines()) in range(width - 15, width + 1)
+        assert len(text.splitlines()) < LINES
+        # A longer name takes lines from the rest.
+        for each in (*words, "of the training rows", "of the held-out rows", "held-out rows are longer"):
+            assert each in " ".join(text.split())
 
 
 def test_a_single_short_row_has_a_histogram(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_a_part_of_two_pieces_is_told_what_each_of_them_sees() -> None:
 def test_tokens_of_a_flat_batch_fill_the_units_of_fp8_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching.device, "kind", lambda: "cuda")
     rows = [{"input_ids": [5] * length, "labels": [IGNORE] + [5] * (length - 1)} for length in (9, 4)]
-    for precision, tokens in (("bf16", 13), ("fp8", 16), ("fp8_rowwise", 16)):
+    for precision, tokens in (("bf16", 13), ("fp8", 16), ("fp8_rowwise", 16), ("pure_bf16", 13), ("pure_fp8", 16)):
         recipe = recipe_of("data.packing=true", f"precision={precision}")
         batch = batching.collator(recipe, "torch_varlen", SimpleNamespace(pad_token_id=0), compiles=True)(rows)
         assert batch["input_ids"].shape == (1, tokens)

@@ -53,12 +53,13 @@ def test_what_needs_a_gpu_is_refused_and_its_change_is_accepted(
     [("cuda", "7.5", "fp16"), ("cuda", "8.0", "bf16"), ("cuda", "8.6", "bf16"), ("rocm", "9.4", "bf16")],
 )
 def test_products_in_fp8_need_units_for_them(kind: str, capability: str, change: str) -> None:
-    for precision in ("fp8", "fp8_rowwise"):
+    for precision in ("fp8", "fp8_rowwise", "pure_fp8"):
         made = recipe(precision=precision)
+        wanted = change.replace("bf16", made.in_bf16)
         with pytest.raises(UserError, match=f"precision={precision}: This has no units for fp8") as caught:
             check_device(made, kind, capability, "This")
-        assert caught.value.change == f"set precision={change}"
-        check_device(made.with_values({"precision": change}), kind, capability, "This")
+        assert caught.value.change == f"set precision={wanted}"
+        check_device(made.with_values({"precision": wanted}), kind, capability, "This")
         for able in ("8.9", "9.0", "10.0", None):
             check_device(made, "cuda", able, "That")
         check_cpu(made)
@@ -76,7 +77,7 @@ def test_graphs_need_a_gpu_that_triton_knows() -> None:
 
 @pytest.mark.parametrize("mode", ["none", "elementwise", "full", "selective"])
 def test_what_trains_on_a_cpu_passes(mode: str) -> None:
-    for precision in ("fp32", "bf16", "pure_bf16"):
+    for precision in ("fp32", "bf16", "pure_bf16", "pure_fp8"):
         check_cpu(recipe(precision=precision, activation_checkpointing={"mode": mode}))
 
 

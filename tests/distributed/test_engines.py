@@ -132,6 +132,8 @@ def test_named_numbers_are_the_nearest() -> None:
         ("fp16", "full", "auto", ("float32", "float16", "float32", "float16", "float16")),
         ("pure_bf16", "full", "auto", ("bfloat16", "bfloat16", "bfloat16", None, "bfloat16")),
         ("pure_bf16", "full", "bf16", ("bfloat16", "bfloat16", "bfloat16", None, "bfloat16")),
+        ("fp8", "full", "auto", ("float32", "bfloat16", "float32", "bfloat16", "bfloat16")),
+        ("pure_fp8", "full", "auto", ("bfloat16", "bfloat16", "bfloat16", None, "bfloat16")),
         ("fp32", "lora", "auto", ("float32", "float32", "float32", None, "float32")),
         ("bf16", "lora", "auto", ("bfloat16", "bfloat16", "float32", "bfloat16", "bfloat16")),
         ("bf16", "lora", "fp32", ("float32", "bfloat16", "float32", "bfloat16", "bfloat16")),
@@ -151,6 +153,8 @@ def test_dtypes(precision: str, method: str, dtype: str, expected: tuple[str | N
         ({"name": "zero2"}, "bf16", ("bfloat16", None, "float32", "float32")),
         ({"name": "zero3"}, "fp16", ("float16", None, "float32", "float32")),
         ({"name": "zero1"}, "pure_bf16", ("bfloat16", None, "bfloat16", "bfloat16")),
+        ({"name": "zero1"}, "pure_fp8", ("bfloat16", None, "bfloat16", "bfloat16")),
+        ({"name": "fsdp"}, "pure_fp8", ("bfloat16", None, "bfloat16", "bfloat16")),
         ({"name": "zero2", "reduce_dtype": "bf16"}, "bf16", ("bfloat16", None, "bfloat16", "float32")),
         ({"name": "fsdp"}, "bf16", ("float32", None, "float32", "float32")),
         ({"name": "fsdp", "reduce_dtype": "fp32"}, "pure_bf16", ("bfloat16", None, "float32", "bfloat16")),
@@ -244,7 +248,7 @@ def test_short_rows_allow_larger_micro_batches() -> None:
 
 def test_plain_launches_are_accepted() -> None:
     for variables in ({}, {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}):
-        for precision in ("fp32", "fp16", "bf16", "pure_bf16"):
+        for precision in ("fp32", "fp16", "bf16", "pure_bf16", "fp8", "pure_fp8"):
             check_launch(recipe(precision=precision), World(world_size=2), variables)
     check_launch(recipe(precision="bf16"), World(), {"ACCELERATE_MIXED_PRECISION": "bf16"})
     check_launch(recipe(), World(), {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "0"})
@@ -399,6 +403,9 @@ def test_training_arguments_where_the_recipe_says_nothing() -> None:
     [
         ({"name": "ddp"}, "pure_bf16", (False, None, None, {"dispatch_batches": False})),
         ({"name": "zero1"}, "pure_bf16", (True, 1, None, {"dispatch_batches": False})),
+        ({"name": "ddp"}, "pure_fp8", (False, None, None, {"dispatch_batches": False})),
+        ({"name": "zero1"}, "pure_fp8", (True, 1, None, {"dispatch_batches": False})),
+        ({"name": "ddp"}, "fp8", (True, None, None, {"dispatch_batches": False})),
         ({"name": "zero3"}, "fp32", (False, 3, None, {"dispatch_batches": False})),
         ({"name": "fsdp"}, "bf16", (True, None, True, {"dispatch_batches": False})),
         (
@@ -501,6 +508,14 @@ SHARDED = {"parameters": "sharded", "gradients": "sharded", "optimizer_state": "
             )
         ),
         (1, {"precision": "fp8_rowwise"}, {"fp8_products": "rowwise"}),
+        (
+            1,
+            {"precision": "pure_fp8"},
+            {
+                **{"fp8_products": "tensorwise", "autocast": "none"},
+                **dict.fromkeys(("trained_dtype", "master_dtype", "moments_dtype"), "bfloat16"),
+            },
+        ),
         (1, {"optimizer": {"name": "adamw_8bit"}}, {"moments_dtype": None}),
         (1, {"optimizer": {"name": "adafactor"}}, {"moments_dtype": None}),
         (
@@ -558,8 +573,10 @@ def test_hybrid_sharding_divides_within_nodes_and_repeats_across_them() -> None:
 
 
 def test_pure_bf16_keeps_masters_and_moments_in_bf16_under_deepspeed() -> None:
-    pure, mixed = (
-        deepspeed_config(recipe(strategy={"name": "zero2"}, precision=precision)) for precision in ("pure_bf16", "bf16")
+    pure, mixed, pure_fp8, fp8 = (
+        deepspeed_config(recipe(strategy={"name": "zero2"}, precision=precision))
+        for precision in ("pure_bf16", "bf16", "pure_fp8", "fp8")
     )
+    assert (pure_fp8, fp8) == (pure, mixed)
     assert pure["bf16"] == {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     assert pure["fp16"] == {"enabled": False} and "bf16_optimizer_states" not in mixed.get("bf16", {})

@@ -124,6 +124,7 @@ def test_what_a_strategy_does_not_decide_is_left_to_the_recipe(config: str, rend
     variables = launched("--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2")
     for sections in (
         {"precision": "pure_bf16"},
+        {"precision": "pure_fp8"},
         {"precision": "fp16"},
         {"activation_checkpointing": {"mode": "full"}},
         {"activation_checkpointing": {"mode": "offload"}},

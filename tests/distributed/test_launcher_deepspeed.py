@@ -161,8 +161,11 @@ ROWS: list[tuple[str, dict[str, Any], list[Any], Any, str, str]] = [
     ),
     ("bf16.enabled", {}, [True], False, "precision=bf16", ""),
     ("bf16.enabled", {"precision": "pure_bf16"}, [True], False, "precision=pure_bf16", ""),
+    ("bf16.enabled", {"precision": "pure_fp8"}, [True], False, "precision=pure_fp8", ""),
     ("fp16.enabled", {}, [False], True, "precision=bf16", "precision=fp16"),
     ("bf16.bf16_optimizer_states", {}, [False], True, "precision=bf16", "precision=pure_bf16"),
+    ("bf16.bf16_optimizer_states", {"precision": "fp8"}, [False], True, "precision=fp8", "precision=pure_fp8"),
+    ("bf16.bf16_optimizer_states", {"precision": "pure_fp8"}, [True], False, "precision=pure_fp8", ""),
     ("bf16.bf16_master_weights_and_grads", {}, [False], True, "precision=bf16", "precision=pure_bf16"),
     ("zero_optimization.stage", {}, [2], 1, "strategy.name=zero2", "strategy.name=zero1"),
     (

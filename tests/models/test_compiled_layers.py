@@ -25,7 +25,7 @@ from toolkit.models.compiled_layers import CompiledLayers, compiled
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import compilation
 from toolkit.recipe.rules import load_checked
-from toolkit.train import agreed, preflight, verify
+from toolkit.train import agreed, live_state, preflight, verify
 
 ELEMENTWISE = "activation_checkpointing=elementwise"
 SIZES = ((2, 17), (2, 33), (3, 64), (2, 40))
@@ -242,11 +242,11 @@ def test_a_run_computes_element_wise_work_again_where_it_is_told_to(place: Path,
     """Whatever the plan says of compiling, and Transformers checkpoints nothing."""
     session = small.set_up(ELEMENTWISE, "compile=auto")
     assert session.compiled.layers == 2 and not session.trainer.args.activation_checkpointing
-    graphs = EngineState(activation_checkpointing=verify._checkpointing(session.module))
+    graphs = EngineState(activation_checkpointing=live_state._checkpointing(session.module))
     assert graphs.activation_checkpointing == "graphs"
     kept = small.set_up("compile=layers", "output.name=other")
     with pytest.raises(UserError, match="activation_checkpointing: the recipe asks for graphs, none runs"):
-        verify.verify(graphs, EngineState(activation_checkpointing=verify._checkpointing(kept.module)))
+        verify.verify(graphs, EngineState(activation_checkpointing=live_state._checkpointing(kept.module)))
 
 
 def test_a_run_compiles_where_it_is_told_to_and_not_by_itself_on_a_cpu(place: Path, formulas: None) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import models_doc
 import pytest
+import small
 import torch
 from harness import write_recipe
 from matrix import RECIPE, Difference, Launcher
 from ranks import Ranks
 from tiny import models_and_rows
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, T5Config, T5ForConditionalGeneration
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -64,6 +66,24 @@ def test_all_three_products_are_as_near_as_three_bits_of_mantissa_are(scaling: s
     for got, wanted in zip(products(layer), expected, strict=True):
         assert got.dtype == wanted.dtype
         assert 0.01 < ((got - wanted).norm() / wanted.norm()).item() < 0.07
+
+
+def test_without_autocast_a_layer_keeps_its_inputs_and_weights_themselves() -> None:
+    """No copies are made of what is in bf16 already."""
+    model = deep().bfloat16()
+    multiply_in_fp8(model, "tensorwise")
+    layer, inputs = model.model.layers[1].mlp.up_proj, torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    kept: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        output = layer(inputs)
+    assert kept == [inputs.data_ptr(), layer.weight.data_ptr()]
+    gradients = torch.autograd.grad(output.sum(), [inputs, layer.weight])
+    assert {each.dtype for each in (output, *gradients)} == {torch.bfloat16}
 
 
 def test_the_first_and_the_last_layer_and_what_is_no_layer_stay_as_they_are() -> None:
@@ -144,7 +164,22 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "llama")
     write_recipe(folder, "matrix", RECIPE)
+    write_recipe(folder, "small", small.RECIPE)
     return Launcher(folder, ranks)
+
+
+def test_pure_fp8_holds_nothing_in_fp32(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(launcher.folder)
+    trainer = small.set_up("precision=pure_fp8").trainer
+    gradients: set[torch.dtype] = set()
+    for parameter in trainer.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: gradients.add(each.grad.dtype))
+    trainer.train()  # The run itself compares what it finds.
+    assert len(in_fp8(trainer.model)) == 2 * 7
+    moments = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    assert len(moments) == 2 * len(list(trainer.model.parameters()))
+    dtypes = {each.dtype for each in (*trainer.model.parameters(), *moments)}
+    assert dtypes == gradients == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -154,15 +189,20 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
         *(pytest.param(each, marks=pytest.mark.matrix) for each in ("zero1", "zero2", "zero3", "fsdp", "fsdp_offload")),
     ],
 )
-def test_every_engine_trains_in_fp8_as_one_process_does(engine: str, launcher: Launcher) -> None:
-    common = ["precision=fp8_rowwise", "batch.micro_batch_size=2"]
-    reference = launcher.result("single", "single", *common)
-    other = launcher.result("bf16", "single", "precision=bf16", "batch.micro_batch_size=2")
-    difference = Difference.between(launcher.result(engine, engine, *common), reference)
+@pytest.mark.parametrize(
+    ("precision", "without", "scaling"), [("fp8_rowwise", "bf16", "rowwise"), ("pure_fp8", "pure_bf16", "tensorwise")]
+)
+def test_every_engine_trains_in_fp8_as_one_process_does(
+    precision: str, without: str, scaling: str, engine: str, launcher: Launcher
+) -> None:
+    common, name = [f"precision={precision}", "batch.micro_batch_size=2"], f"{precision}-{engine}"
+    reference = launcher.result(precision, "single", *common)
+    other = launcher.result(without, "single", f"precision={without}", "batch.micro_batch_size=2")
+    difference = Difference.between(launcher.result(name, engine, *common), reference)
     # As engines differ in bf16, see `whole/test_matrix.py`, rounded more coarsely.
     assert difference.loss < 2e-3 and difference.weights < 4e-2, difference
     # Not because nothing is in fp8.
     assert reference.losses != other.losses
     assert Difference.between(reference, other).loss < 5e-3
-    manifest = Path(launcher.folder, "runs", engine, "manifest.json").read_text(encoding="utf-8")
-    assert '"fp8_products": "rowwise"' in manifest
+    manifest = Path(launcher.folder, "runs", name, "manifest.json").read_text(encoding="utf-8")
+    assert f'"fp8_products": "{scaling}"' in manifest

@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import interpreter
 import pytest
 import small
-from filelock import FileLock
 from harness import environment, leave_unmeasured, losses
 
 from toolkit.models import liger_kernels
 
-ROOT = Path(__file__).resolve().parents[2]
-PINNED = ("liger-kernel==0.8.5", "triton==3.9.0")
-"""Beside the environment of the other tests: TRL and PEFT import Liger wherever they find it."""
-
-
-SCRIPT = ROOT / "tests" / "support" / "liger_interpreted.py"
+SCRIPT = Path(interpreter.__file__).with_name("liger_interpreted.py")
 
 
 @pytest.fixture(scope="module")
 def paths():
-    """`PYTHONPATH` with Liger and Triton in it."""
-    folder = Path(os.environ["TOOLKIT_CACHE"], "installed", "_".join(PINNED))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            partial = folder.with_name("partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial, *PINNED]
-            subprocess.run(command, check=True, timeout=600)
-            partial.rename(folder)
-    return os.pathsep.join(map(str, (folder, ROOT)))
+    return interpreter.paths()
 
 
 def run(paths, *arguments, **settings):

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.data.collate import Collator
-from toolkit.models import cpu_head
+from toolkit.models import head_chunk
 from toolkit.models.head_choice import add_output_head, choose
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.tiny import tiny_model
@@ -70,7 +70,7 @@ def scored(kind: str, choice: HeadChoice) -> tuple[int, torch.Tensor, torch.Tens
 def test_scores_are_of_trained_tokens_and_no_more_than_a_chunk_at_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_head, "CHUNK", 4)
+    monkeypatch.setattr(head_chunk, "ON_CPU", 4)
     assert choose(models_doc.stated(kind, "seq2seq"), objective="seq2seq").fused
     rows, scores, expected = scored(kind, HeadChoice())
     assert rows <= 4

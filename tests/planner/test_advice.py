@@ -60,6 +60,8 @@ EIGHT_BITS, PURE = {"optimizer.name": "adamw_8bit"}, {"precision": "pure_bf16"}
     [
         ("h200", {"precision": "bf16"}, [EIGHT_BITS, *LORA_INSTEAD, PURE]),
         ("h200", {"precision": "pure_bf16"}, [EIGHT_BITS, *LORA_INSTEAD]),
+        ("h200", {"precision": "fp8"}, [EIGHT_BITS, *LORA_INSTEAD, {"precision": "pure_fp8"}]),
+        *(("h200", {"precision": each}, [EIGHT_BITS, *LORA_INSTEAD]) for each in ("fp8_rowwise", "pure_fp8")),
         ("h200", {"precision": "fp16"}, [EIGHT_BITS, *LORA_INSTEAD]),
         ("h200", {"precision": "fp32"}, [EIGHT_BITS, *LORA_INSTEAD, {"precision": "bf16"}]),
         ("h200", {"optimizer": {"name": "adamw_8bit"}, "precision": "bf16"}, [*LORA_INSTEAD, PURE]),
@@ -189,6 +191,7 @@ def test_words_state_the_difference_with_figures() -> None:
         ({"method.name": "lora"}, "only adapters are trained"),
         ({"method.quantization": "nf4"}, "rounded to 4 bits"),
         ({"precision": "pure_bf16"}, "no fp32 masters"),
+        ({"precision": "pure_fp8"}, "no fp32 masters"),
         ({"precision": "bf16"}, "8 significant bits"),
         ({"precision": "fp32"}, "of twice the size"),
         ({"precision": "fp16"}, "loss scaling"),

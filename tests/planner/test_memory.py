@@ -348,6 +348,14 @@ def test_what_each_engine_holds_of_four_layers_in_each_phase(strategy, batch, he
     assert " ".join(f"{gradients}+{engine}" for gradients, engine in parts) == held
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize(("precision", "plain"), [("fp8", "bf16"), ("fp8_rowwise", "bf16"), ("pure_fp8", "pure_bf16")])
+def test_products_in_fp8_take_the_memory_of_those_in_bf16(precision, plain, strategy):
+    """By the same trace."""
+    in_fp8, in_bf16 = (_planned(strategy={"name": strategy}, precision=each) for each in (precision, plain))
+    assert (in_fp8.memory, in_fp8.host, in_fp8.disk) == (in_bf16.memory, in_bf16.host, in_bf16.disk)
+
+
 @pytest.mark.parametrize(
     ("sections", "checkpoint", "model"),
     [

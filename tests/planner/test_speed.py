@@ -243,15 +243,17 @@ def test_a_base_in_fp8_is_multiplied_at_the_peak_of_fp8_where_there_is_one() -> 
 
 
 def test_trained_layers_in_fp8_gain_but_for_the_first_and_the_last() -> None:
-    def gain(hardware: str, precision: str = "fp8") -> float:
-        seconds = [plan(recipe(precision=each), hardware).step_seconds.value for each in ("bf16", precision)]
+    def gain(hardware: str, precision: str = "fp8", plain: str = "bf16") -> float:
+        seconds = [plan(recipe(precision=each), hardware).step_seconds.value for each in (plain, precision)]
         return seconds[0] / seconds[1]
 
     device = find("h200").device
     rates = device.efficiency.matmul_in("bf16").value, device.efficiency.matmul_in("fp8").value
     most = rates[1] * device.flops["fp8"] / (rates[0] * device.flops["bf16"])
     assert 1.05 < gain("h200") == gain("h200", "fp8_rowwise") < most
-    assert gain("a100") == 1
+    # Without masters the rest of a step is shorter.
+    assert gain("h200") < gain("h200", "pure_fp8", "pure_bf16") < most
+    assert gain("a100") == gain("a100", "pure_fp8", "pure_bf16") == 1
 
 
 def test_hybrid_sharding_sends_little_between_nodes() -> None:
@@ -656,11 +658,17 @@ def planned_speed(attention: str, model: str, rows: int, sections: dict[str, Any
 
 
 @pytest.mark.parametrize("row", OWN_ROWS)
-def test_measured_steps_on_an_h200(row: str) -> None:
-    """Of runs with compiled layers and torch's variable-length attention, by traces that are shipped."""
+def test_measured_steps_on_an_h200(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of runs with compiled layers and torch's variable-length attention, by traces that are shipped.
+
+    In these runs the output head formed its logits a second time in the backward pass, of 4,096 tokens at a time.
+    """
+    monkeypatch.setattr("toolkit.planner.speed.step.head_chunk", lambda *args: 4096)
     measured, model, rows, sections = OWN_ROWS[row]
     planned = planned_speed("torch_varlen", model, rows, sections | {"compile": "layers"})
-    assert 0.95 * measured < planned < 1.15 * measured
+    config, device = model_configs.bundled()[model].config, find("h200").device
+    again = 2 * config["vocab_size"] * config["hidden_size"] / (0.64 * device.flops["bf16"])
+    assert 0.95 * measured < 1 / (1 / planned + again) < 1.15 * measured
 
 
 @pytest.mark.slow

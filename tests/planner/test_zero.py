@@ -96,6 +96,7 @@ def test_a_bucket_is_reduced_when_the_next_parameter_does_not_fit() -> None:
         ("zero1", "fp16", Zero2),
         ("zero1", "fp32", Zero2),
         ("zero1", "pure_bf16", Zero2),
+        ("zero1", "pure_fp8", Zero2),
         ("zero2", "bf16", Zero2),
         ("zero3", "bf16", Zero3),
     ],

@@ -16,7 +16,8 @@ from toolkit.recipe.schema import leaf_paths, sections
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "max_position_embeddings": 64, "tie_word_embeddings": True}
 LORA, FULL, FP32, SEQ2SEQ = "method.name=lora ", "method.name=full ", "precision=fp32 ", "objective=seq2seq "
-PURE, ADAPTER = "precision=pure_bf16 ", "model.adapter=a "
+PURE, PURE_FP8, ADAPTER = "precision=pure_bf16 ", "precision=pure_fp8 ", "model.adapter=a "
+IN_FP8 = each("precision", "fp8 fp8_rowwise pure_fp8")
 DDP, ZERO1, ZERO2, ZERO3, FSDP = (f"strategy.name={name} " for name in ("ddp", "zero1", "zero2", "zero3", "fsdp"))
 STAGES, SHARDED, WHOLE = [ZERO1, ZERO2, ZERO3], [ZERO3, FSDP], [DDP, ZERO1, ZERO2]
 VARLEN = each("model.attention", "torch_varlen flash_attention_2 flash_attention_3 flash_attention_4")
@@ -57,7 +58,7 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ),
     ("gguf-twice", "model.gguf_file=b.gguf ", ["model.path=a.gguf"], ["model.path=a/b"]),
     ("attention-fp32", FP32, VARLEN[1:], [*MASKED, VARLEN[0]]),
-    ("attention-fp32", VARLEN[1], [FP32], each(" precision", "fp16 bf16 pure_bf16")),
+    ("attention-fp32", VARLEN[1], [FP32], each(" precision", "fp16 bf16 pure_bf16 pure_fp8")),
     ("attention-seq2seq", SEQ2SEQ, VARLEN, MASKED),
     ("positions", "", ["batch.seq_len=65"], ["batch.seq_len=64", "batch.seq_len=1"]),
     ("streaming-length", "data.streaming=true ", ["", "schedule.num_epochs=1.0"], ["schedule.max_steps=5"]),
@@ -144,11 +145,14 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         "full-low-masters",
         FULL,
         each("model.dtype", "bf16 fp16"),
-        [*each("model.dtype", "fp32 auto"), PURE + "model.dtype=bf16"],
+        [*each("model.dtype", "fp32 auto"), PURE + "model.dtype=bf16", PURE_FP8 + "model.dtype=bf16"],
     ),
-    ("fp8-adapters", LORA, each("precision", "fp8 fp8_rowwise"), each("precision", "bf16 fp16 fp32")),
-    ("fp8-adapters", FULL, [], each("precision", "fp8 fp8_rowwise")),
-    ("pure-bf16-dtype", PURE, each("model.dtype", "fp32 fp16"), each("model.dtype", "bf16 auto")),
+    ("fp8-adapters", LORA, IN_FP8, each("precision", "bf16 fp16 fp32 pure_bf16")),
+    ("fp8-adapters", FULL, [], IN_FP8),
+    *(
+        ("pure-bf16-dtype", pure, each("model.dtype", "fp32 fp16"), each("model.dtype", "bf16 auto"))
+        for pure in (PURE, PURE_FP8)
+    ),
     ("fp32-stored-low", LORA + FP32, each("model.dtype", "bf16 fp16"), each("model.dtype", "fp32 auto")),
     (
         "mixed-16-bit",
@@ -295,10 +299,12 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("reduce-overflows", "strategy.reduce_dtype=fp16 ", [*STAGES, FSDP, FSDP + PURE], [DDP, ZERO2 + "precision=fp16"]),
     ("reduce-overflows", ZERO2, [], each("strategy.reduce_dtype", "bf16 fp32 auto")),
     ("zero1-pure-bf16-reduce", "strategy.reduce_dtype=fp32 ", [ZERO1 + PURE], [ZERO1, ZERO2 + PURE, ZERO3 + PURE]),
-    ("zero-pure-bf16-offload", PURE + OFFLOAD, STAGES, [FSDP, DDP]),
+    ("zero1-pure-bf16-reduce", "strategy.reduce_dtype=fp32 " + PURE_FP8, [ZERO1], [ZERO2, ZERO3]),
+    *(("zero-pure-bf16-offload", pure + OFFLOAD, STAGES, [FSDP, DDP]) for pure in (PURE, PURE_FP8)),
+    ("zero-pure-bf16-offload", OFFLOAD, [], [engine + "precision=fp8" for engine in STAGES]),
     ("zero-pure-bf16-offload", OFFLOAD, [], STAGES),
     *(
-        ("zero-stored-dtype", "model.dtype=fp32 " + engine, each("precision", "bf16 fp16"), [FP32, PURE])
+        ("zero-stored-dtype", "model.dtype=fp32 " + engine, each("precision", "bf16 fp16 fp8"), [FP32, PURE, PURE_FP8])
         for engine in STAGES
     ),
     ("zero-stored-dtype", "model.dtype=fp32 ", [], [DDP, FSDP]),
@@ -345,7 +351,7 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         each("optimizer.name", "adafactor muon adamw_8bit"),
         each("optimizer.name", "adamw sgd lion"),
     ),
-    ("tensor-precision", DDP + PARTS, ["precision=fp16"], each("precision", "fp32 bf16 pure_bf16")),
+    ("tensor-precision", DDP + PARTS, ["precision=fp16", *IN_FP8], each("precision", "fp32 bf16 pure_bf16")),
     ("tensor-compile", DDP + PARTS, ["compile=layers"], each("compile", "auto off")),
     ("expert-dense", DDP, [EXPERTS], ["", "parallel.expert=1"]),
     ("expert-count", DDP, [], each("parallel.expert", "1 2 5")),
@@ -361,7 +367,7 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         each("optimizer.name", "adafactor muon adamw_8bit"),
         each("optimizer.name", "adamw sgd lion"),
     ),
-    ("expert-precision", DDP + EXPERTS, ["precision=fp16"], each("precision", "fp32 bf16 pure_bf16")),
+    ("expert-precision", DDP + EXPERTS, ["precision=fp16", *IN_FP8], each("precision", "fp32 bf16 pure_bf16")),
     ("expert-compile", DDP + EXPERTS, ["compile=layers"], each("compile", "auto off")),
     ("pipeline-layers", DDP, each("parallel.pipeline", "5 9"), each("parallel.pipeline", "1 2 4")),
     (
@@ -388,7 +394,7 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         each("optimizer.name", "adafactor muon adamw_8bit"),
         each("optimizer.name", "adamw sgd lion"),
     ),
-    ("pipeline-precision", DDP + PIPED, ["precision=fp16"], each("precision", "fp32 bf16 pure_bf16")),
+    ("pipeline-precision", DDP + PIPED, ["precision=fp16", *IN_FP8], each("precision", "fp32 bf16 pure_bf16")),
     ("pipeline-compile", DDP + PIPED, ["compile=layers"], each("compile", "auto off")),
     (
         "pipeline-selective",

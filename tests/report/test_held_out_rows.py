@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from toolkit.report import held_out_rows
-from toolkit.report.held_out_rows import Estimate, HeldOutRows, RowLosses, joined, per_count
+from toolkit.report.held_out_rows import Estimate, HeldOutRows, RowLosses, joined, of_mean, per_count
 
 
 def test_an_interval_is_that_of_a_ratio_over_rows() -> None:
@@ -19,6 +19,12 @@ def test_an_interval_is_that_of_a_ratio_over_rows() -> None:
     assert value == pytest.approx(ratio, rel=1e-12)
     # Student's quantile of three degrees of freedom, from a table.
     assert half == pytest.approx(3.18245 * math.sqrt(variance), rel=2e-3)
+
+
+def test_a_mean_is_a_ratio_to_the_rows() -> None:
+    assert of_mean([1.0, 0.5, 0.0]) == per_count([1.0, 0.5, 0.0], [1, 1, 1])
+    # Student's quantile of two degrees of freedom, from a table.
+    assert of_mean([1.0, 0.5, 0.0]).half == pytest.approx(4.30265 * 0.5 / math.sqrt(3), rel=1e-5)
 
 
 def test_quantiles_are_students() -> None:

@@ -1,8 +1,7 @@
 """Liger's kernels under Triton's interpreter on a CPU.
 
-Run as a process of its own, as `TRITON_INTERPRET` counts when Triton is imported: prints as JSON what came of each
-architecture. With arguments it is `toolkit/run.py`, for a training that takes the machine for one with CUDA where it
-asks whether to use the kernels.
+Run as a process of its own: prints as JSON what came of each architecture. With arguments it is `toolkit/run.py`, for a
+training that takes the machine for one with CUDA where it asks whether to use the kernels.
 """
 
 from __future__ import annotations
@@ -15,37 +14,12 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import numpy
+import interpreter
 import torch
-import triton.language as tl
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
-from triton.language.extra import libdevice
-from triton.runtime import interpreter
 
 from toolkit.models import liger_kernels
-
-own_conversion, own_exp, own_rsqrt = interpreter._implicit_cvt, tl.math.exp, tl.math.rsqrt
-
-
-def converted(argument: Any) -> Any:
-    """Triton 3.9's interpreter leaves out floats, which a compiled kernel gets as fp32."""
-    if isinstance(argument, float):
-        handle = interpreter.TensorHandle(numpy.array([argument], dtype=numpy.float32), tl.float32)
-        return tl.tensor(handle, tl.float32)
-    return own_conversion(argument)
-
-
-def rsqrt(x: Any) -> Any:
-    """CUDA's library of functions has no interpreted form."""
-    return own_rsqrt(x, _semantic=interpreter.interpreter_semantic)
-
-
-def tanh(x: Any) -> Any:
-    return 2.0 / (1.0 + own_exp(x * -2.0, _semantic=interpreter.interpreter_semantic)) - 1.0
-
-
-interpreter._implicit_cvt, libdevice.rsqrt, libdevice.tanh = converted, rsqrt, tanh
 
 
 def model_of(kind: str) -> Any:
@@ -110,6 +84,7 @@ def train(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    interpreter.complete()
     if sys.argv[1:]:
         sys.exit(train(sys.argv[1:]))
     print(json.dumps(every_architecture()))

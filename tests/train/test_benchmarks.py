@@ -6,12 +6,14 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from small import LORA, place_with, trained
 
 from toolkit.cli.main import main as cli
 from toolkit.report.evaluation import Evaluation
+from toolkit.train import benchmarks
 from toolkit.train.export import load_trained
 
 # An extra that requirements.lock does not have.
@@ -98,6 +100,19 @@ def test_examples_groups_and_plain_prompts_are_noted_beside_what_was_found_befor
     again = Evaluation.model_validate_json((run / "evaluation.json").read_bytes())
     assert sorted(task.name for task in again.tasks) == sorted(task.name for task in found.tasks)
     assert next(task for task in again.tasks if task.name == "says").samples == 2
+
+
+def test_means_of_samples_have_students_intervals_and_other_scores_lm_evals() -> None:
+    values, changes = np.array([0.2, 0.5, 0.9, 0.4]), np.array([0.1, 0.2, 0.0, 0.1])
+    interval = benchmarks._interval("f1,none", {"f1,none": 0.5}, values)
+    change = benchmarks._change(0.1, values, values + changes)
+    for found, of in ((interval, values), (change, changes)):
+        assert found.low is not None and found.high is not None
+        # The quantile of three degrees of freedom, from a table.
+        assert (found.high - found.low) / 2 == pytest.approx(3.18245 * of.std(ddof=1) / 2, rel=2e-3)
+    bleu = benchmarks._interval("bleu,none", {"bleu,none": 20.0, "bleu_stderr,none": 2.0}, None)
+    assert bleu.low == pytest.approx(20 - 1.96 * 2, abs=1e-3)
+    assert benchmarks._interval("bleu,none", {"bleu,none": 20.0, "bleu_stderr,none": "N/A"}, None).low is None
 
 
 def test_what_cannot_be_asked_is_one_error(

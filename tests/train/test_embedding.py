@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,7 +187,37 @@ def test_correlations_are_scipys() -> None:
     theirs = stats.pearsonr(cosines, scores)
     assert found["eval_pearson"] == pytest.approx(theirs.statistic, abs=1e-6)
     low, high = theirs.confidence_interval(0.95)
-    assert found["eval_pearson_plus_minus"] == pytest.approx((high - low) / 2, rel=1e-4)
+    longer = max(high - theirs.statistic, theirs.statistic - low)
+    assert found["eval_pearson_plus_minus"] == pytest.approx(longer, rel=1e-4)
+
+
+def test_intervals_of_few_rows() -> None:
+    """A mean's is Student's; a correlation's holds the truth at least as often as it says. Of too few there is none."""
+    from toolkit.train.retrieval import correlation_figures, retrieval_figures
+
+    vectors = torch.eye(8).expand(2, 8, 8).transpose(0, 1).clone()
+    vectors[0, 0] = 0.8 * vectors[1, 1] + 0.6 * vectors[0, 1]  # Another row's positive is nearer.
+    keys = torch.stack([torch.arange(8), torch.arange(8) + 8], dim=1)
+    found = retrieval_figures(vectors, keys)
+    nearness = torch.tensor([0.5] + [1.0] * 7)
+    # The quantile of seven degrees of freedom, from a table.
+    half = 2.36462 * nearness.std().item() / 8**0.5
+    assert found["eval_mrr_at_10"] == pytest.approx(nearness.mean().item())
+    assert found["eval_mrr_at_10_plus_minus"] == pytest.approx(half, rel=1e-4)
+    assert "eval_mrr_at_10_plus_minus" not in retrieval_figures(vectors[:1], keys[:1])
+
+    generator, times, rows = torch.Generator().manual_seed(0), 2000, 8
+    held = {"pearson": 0, "spearman": 0}
+    truth = {"pearson": 0.6, "spearman": 6 / math.pi * math.asin(0.3)}
+    for _ in range(times):
+        one, noise = torch.randn(2, rows, generator=generator, dtype=torch.float64)
+        pairs = torch.stack([one, torch.ones(rows, dtype=torch.float64)], dim=1)[:, :, None]
+        figures = correlation_figures(pairs, 0.6 * one + 0.8 * noise)
+        for name in held:
+            held[name] += abs(figures[f"eval_{name}"] - truth[name]) <= figures[f"eval_{name}_plus_minus"]
+    assert all(0.95 < count / times < 0.99 for count in held.values()), held
+    few = correlation_figures(vectors[:3], torch.arange(3.0))
+    assert set(few) == {"eval_spearman", "eval_pearson"}
 
 
 @pytest.mark.parametrize("method", [["method=full"], LORA], ids=["full", "lora"])

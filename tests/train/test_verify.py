@@ -24,8 +24,9 @@ from toolkit.distributed.layout import batch_layout
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
 from toolkit.train import batching
+from toolkit.train.live_state import reshard
 from toolkit.train.main import main
-from toolkit.train.verify import reshard, verify
+from toolkit.train.verify import verify
 
 SABOTAGED = """
 import cpu_engines

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "train/setup": "train/test_main",
     "train/objectives": "train/test_main",
     "train/agreed": "train/test_main",
+    "train/live_state": "train/test_verify",
     "train/startup": "train/test_callbacks",
     "train/train": "train/test_main",
     # Steps of one piece of work, which is tested as a whole.
@@ -87,6 +88,7 @@ ELSEWHERE = {
     "planner/notes": "planner/test_build",
     "planner/plan": "planner/test_build",
     "report/page": "report/test_run_page",
+    "report/run_charts": "report/test_run_page",
     "report/run_view": "report/test_run_page",
     "train/arguments": "distributed/test_engines",
     "recipe/dotted": "recipe/test_compose",
@@ -99,6 +101,7 @@ ELSEWHERE = {
     "models/compilers": "models/test_compiled_layers",
     "recipe/other_names": "recipe/test_other_tools",
     "recipe/base": "recipe/test_schema",
+    "recipe/precisions": "distributed/test_engines",
     "recipe/sections": "recipe/test_show",
     "recipe/parallel": "recipe/test_show",
     "distributed/engine_state": "distributed/test_engines",

@@ -10,15 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import (
-    EMPTY,
-    refuse_other_forms,
-    value_at,
-)
+from toolkit.data.columns import EMPTY, value_at
 from toolkit.data.formats import RowFormat
 from toolkit.data.judged import ANSWERED, VERDICTS, verdict_column
 from toolkit.data.labelled import recognised
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages
+from toolkit.data.other_forms import refuse_other_forms
 from toolkit.data.preferences import preference_columns, refuse_repeated_prompts, says_what_was_asked
 from toolkit.data.prompts import PromptFormat, recognise_prompts
 from toolkit.data.proposal import check_named, listed, proposal

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
-from toolkit.recipe.sections import FP8_SCALING
+from toolkit.recipe.precisions import FP8_SCALING
 
 _VOLTA, _AMPERE, _ADA = 7.0, 8.0, 8.9
 
@@ -41,8 +41,12 @@ def has_triton(kind: str, capability: str | None) -> bool:
 
 def without_bf16(recipe: Recipe) -> dict[str, str]:
     """What a recipe for bf16 must say instead on GPUs without it: scaled losses, fp32 masters, and nothing in bf16."""
-    instead = {"precision": "fp16", "model.dtype": "auto", "strategy.reduce_dtype": "auto"}
-    return {key: value for key, value in instead.items() if "bf16" in attrgetter(key)(recipe)}
+    keys = ("model.dtype", "strategy.reduce_dtype")
+    return {"precision": "fp16"} | {key: "auto" for key in keys if attrgetter(key)(recipe) == "bf16"}
+
+
+def _instead_of_bf16(recipe: Recipe) -> str:
+    return " and ".join(f"set {key}={value}" for key, value in without_bf16(recipe).items())
 
 
 def check_device(
@@ -64,12 +68,12 @@ def check_device(
         raise UserError(
             f"precision={recipe.precision}: {name} has no units for fp8, which NVIDIA's GPUs have from compute "
             "capability 8.9 on (L4, RTX 40, H100); AMD's were not tried",
-            "set precision=bf16" if has_bf16(kind, capability) else "set precision=fp16",
+            f"set precision={recipe.in_bf16}" if has_bf16(kind, capability) else _instead_of_bf16(recipe),
         )
-    elif "bf16" in recipe.precision and not has_bf16(kind, capability):
+    elif "bf16" in recipe.engine_precision and not has_bf16(kind, capability):
         raise UserError(
             f"precision={recipe.precision}: {name} has no bf16, which NVIDIA's GPUs have from Ampere on",
-            " and ".join(f"set {key}={value}" for key, value in without_bf16(recipe).items()),
+            _instead_of_bf16(recipe),
         )
     if recipe.tf32 is True and not has_tf32(kind, capability):
         raise UserError(f"tf32=true: {name} has no TF32, which NVIDIA's GPUs have from Ampere on", "remove tf32")

@@ -1,6 +1,6 @@
 """The state that an engine must be in before the first step, and in which it is found.
 
-`expected_state` is what the recipe asks for; `train/verify.py` reads the other side from live objects.
+`expected_state` is what the recipe asks for; `train/live_state.py` reads the other side from live objects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from toolkit.distributed.engines import dtypes, reshards_after_forward, teacher_
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.stages import runs_as
 from toolkit.recipe import Recipe
-from toolkit.recipe.sections import FP8_SCALING
+from toolkit.recipe.precisions import FP8_SCALING
 from toolkit.recipe.teaching import of_teacher
 
 Spread = Literal["whole", "sharded"]
@@ -111,7 +111,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         attention: Transformers' name of the attention implementation.
 
     Returns:
-        What must hold. What `verify.read` reports beyond it is for the record only.
+        What must hold. What `live_state.read` reports beyond it is for the record only.
     """
     strategy, types, parallel = recipe.strategy, dtypes(recipe), recipe.parallel
     several = layout.world_size > 1

@@ -44,13 +44,13 @@ class Dtypes:
 
 
 def dtypes(recipe: Recipe) -> Dtypes:
-    """Masters are fp32 unless `pure_bf16`, whatever the engine does by itself.
+    """Masters are fp32 unless the precision is pure, whatever the engine does by itself.
 
     Replicated and FSDP parameters are their own masters. DeepSpeed computes with 16-bit parameters and keeps fp32
     masters in its optimizer. Without an engine, gradients are summed in the dtype of the parameters they belong to.
     """
     compute = _NAMES[recipe.engine_precision]
-    master = "bfloat16" if recipe.precision == "pure_bf16" else "float32"
+    master = "bfloat16" if recipe.pure else "float32"
     zero = recipe.strategy.zero_stage > 0
     local = compute if zero else master
     load = _NAMES.get(recipe.model.dtype) or (local if recipe.method.name == "full" else compute)
@@ -111,7 +111,7 @@ def deepspeed_config(recipe: Recipe, further: Mapping[str, Any] | None = None) -
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
     }
-    if recipe.precision == "pure_bf16":
+    if recipe.pure:
         # Masters, gradients and moments in bf16 too, which is what the recipe asks for.
         pure = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         config |= {"bf16": {"enabled": True, **pure}, "fp16": {"enabled": False}}
@@ -242,7 +242,7 @@ def training_arguments(
         "lr_scheduler_kwargs": dict(schedule.args),
         "warmup_steps": length.warmup_steps,
         # DeepSpeed has no other way to hold parameters in bf16.
-        "bf16": recipe.engine_precision == "bf16" or (recipe.precision == "pure_bf16" and strategy.zero_stage > 0),
+        "bf16": recipe.engine_precision == "bf16" or (recipe.pure and strategy.zero_stage > 0),
         "fp16": recipe.precision == "fp16",
         "activation_checkpointing": recomputes,
         "activation_checkpointing_kwargs": checkpointing_kwargs(checkpointing) if recomputes else None,

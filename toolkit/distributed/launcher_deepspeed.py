@@ -19,6 +19,7 @@ from toolkit.distributed.launcher_flags import STAGES, Difference, Row, same, te
 from toolkit.distributed.layout import BatchLayout
 from toolkit.recipe import Recipe
 from toolkit.recipe.libraries import flat, uncounted
+from toolkit.recipe.precisions import PURE
 
 NVME_PLACEHOLDER = "/local_nvme"
 """Stands in rendered files for the folder that only the recipe knows."""
@@ -144,7 +145,8 @@ def _rows(recipe: Recipe, layout: BatchLayout, stated: Mapping[str, Any]) -> dic
         "zero_force_ds_cpu_optimizer": Row((False,)),
     }
     if "bf16" in recipe.engine_precision:
-        pure = _precision_row(recipe, "pure_bf16")
+        follow = {"true": f"precision={PURE.get(recipe.precision, 'pure_bf16')}"}
+        pure = Row((recipe.pure,), f"precision={recipe.precision}", follow)
         rows |= {"bf16.bf16_master_weights_and_grads": pure, "bf16.bf16_optimizer_states": pure}
     if "train_batch_size" in stated:
         # Divided otherwise, the same batch trains the same.

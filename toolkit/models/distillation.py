@@ -88,7 +88,7 @@ def logits_of(model: Any, head: OutputHead, batch: dict[str, Any]) -> Logits:
 
 
 class Divergence:
-    """The criterion of `cpu_head` by which a student is scored.
+    """The criterion of `fused_head` by which a student is scored.
 
     Of a teacher's distribution t and a student's s, both of logits divided by `temperature`, and β = `beta`:
 
@@ -116,7 +116,7 @@ class Divergence:
     def __call__(
         self, rows: slice, logits: torch.Tensor, labels: torch.Tensor, wanted: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `cpu_head.Criterion`."""
+        """See `fused_head.Criterion`."""
         settings, common = self._settings, self._common
         # The student's forward pass, within which this is called, may compute in fewer bits than the teacher.
         with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):

@@ -60,9 +60,9 @@ def multiply_in_fp8(model: nn.Module, scaling: str) -> int:
         setattr(parent, name, replaced)
     if not found:
         raise UserError(
-            "precision=fp8: this model has no linear layer between its first and last layers with sides that are "
+            "products in fp8: this model has no linear layer between its first and last layers with sides that are "
             "multiples of 16",
-            "set precision=bf16",
+            "set precision=bf16, or pure_bf16 without fp32 masters",
         )
     return sum(layer.in_features * layer.out_features for _, _, layer in found)
 

@@ -20,7 +20,7 @@ from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput
 
 from toolkit.data.encode import IGNORE
-from toolkit.models.cpu_head import scored_in_parts, scored_on_cpu
+from toolkit.models.fused_head import scoring
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class OutputHead:
         if self.scorer:
             return patch.object(trl_utils, "_ChunkedLogProbFunction", self.scorer(labels))
         part = getattr(module.get_output_embeddings(), "vocabulary_part", None)
-        return scored_in_parts(labels, part, self.alike) if part else scored_on_cpu(labels, self.alike)
+        return scoring(labels, self.alike, part)
 
     def plain(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What of a batch the model's own forward takes."""

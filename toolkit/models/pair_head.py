@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput
 
-from toolkit.models.cpu_head import scored_on_cpu
+from toolkit.models.fused_head import scoring
 from toolkit.models.output_head import OutputHead, at, from_logits
 
 
@@ -79,7 +79,7 @@ def _scoring(module: Any, positions: torch.Tensor, following: torch.Tensor) -> I
     def score(head: Any, _: Any, __: Any) -> torch.Tensor:
         states, biases = hidden.pop(), [head.bias, bias]
         added = [_whole(each).flatten() for each in biases if each is not None]
-        with scored_on_cpu(following):
+        with scoring(following):
             log_probs, *_ = trl_utils._ChunkedLogProbFunction.apply(
                 states[0], _whole(head.weight), sum(added) if added else None, following[0].clamp(min=0), 1.0,
                 trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("log_probs",),

@@ -5,7 +5,7 @@ them (`colwise` in Transformers' plans) and columns of those that take them back
 all of them, and what leaves is summed over them, so two sums of hidden states pass in each direction of a layer. What
 remains are plain tensors: to DDP, and to everything else, this is a model with fewer columns. Of embeddings and output
 head each has some of the vocabulary: what they find of tokens is summed, and of logits only three figures of each token
-are (`cpu_head`). Norms are whole on every process, and stay equal because they get equal gradients.
+are (`fused_head`). Norms are whole on every process, and stay equal because they get equal gradients.
 """
 
 from __future__ import annotations

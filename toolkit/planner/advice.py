@@ -32,6 +32,7 @@ from toolkit.planner.search import (
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
 from toolkit.recipe.optimizers import OPTIMIZERS
+from toolkit.recipe.precisions import PURE
 
 MOST = 6
 """Entries of a list of advice."""
@@ -156,8 +157,8 @@ def _other_trainings(recipe: Recipe, hardware: Hardware) -> Iterator[Changes]:
     if method.name == "full":
         yield {"method.name": "lora"}
         yield {"method.name": "lora", "method.quantization": "nf4"}
-        if recipe.precision == "bf16":
-            yield {"precision": "pure_bf16"}
+        if without := PURE.get(recipe.precision):
+            yield {"precision": without}
     elif method.quantization in ("none", "fp8"):
         yield {"method.quantization": "nf4"}
     precision, flops = recipe.precision, hardware.device.flops
@@ -215,7 +216,9 @@ _NOTES = {
         "only adapters are trained, which learn less from much data and want about ten times the learning rate"
     ),
     ("method.quantization", "nf4"): "the frozen base is rounded to 4 bits and expanded again for every pass",
-    ("precision", "pure_bf16"): "no fp32 masters: most updates of a small learning rate are lost",
+    **{
+        ("precision", each): "no fp32 masters: most updates of a small learning rate are lost" for each in PURE.values()
+    },
     ("precision", "bf16"): "matrix products in bf16, which has 8 significant bits",
     ("precision", "fp32"): "weights and activations of twice the size",
     ("precision", "fp16"): "fp16 with loss scaling, as these devices have no fast bf16",

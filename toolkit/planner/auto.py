@@ -33,8 +33,8 @@ from toolkit.planner.search import (
 )
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import RecipeError, as_text
+from toolkit.recipe.precisions import PRECISIONS
 from toolkit.recipe.rules import check
-from toolkit.recipe.sections import PRECISIONS
 
 _SECTIONS = {
     "parallel": "nothing fits otherwise",

@@ -14,7 +14,8 @@ from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Work
 from toolkit.planner.trace.types import Trace
 from toolkit.recipe import Recipe, model_configs
-from toolkit.recipe.sections import EVA_ROWS, FP8_SCALING
+from toolkit.recipe.precisions import FP8_SCALING
+from toolkit.recipe.sections import EVA_ROWS
 
 _NOTABLE, _LEAST = 0.05, 60.0
 """The share of a run's time, and the seconds, from which on waiting for checkpoints is worth a note."""

@@ -18,6 +18,7 @@ from toolkit.recipe.embedding import Embedding
 from toolkit.recipe.faults import Faults
 from toolkit.recipe.heads import CLASSIFYING, EMBEDDING, HEADED
 from toolkit.recipe.parallel import Parallel
+from toolkit.recipe.precisions import FP8_SCALING, PURE
 from toolkit.recipe.preference import (
     JUDGED,
     PAIRED,
@@ -29,7 +30,6 @@ from toolkit.recipe.preference import (
 from toolkit.recipe.reinforcement import REINFORCED, Policy, Rewards, Rollout
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
-    FP8_SCALING,
     ActivationCheckpointing,
     Arguments,
     Batch,
@@ -99,7 +99,7 @@ class Model(Section):
     """Jinja file, or the built-in name `chatml`, that replaces the tokenizer's own chat template."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type in which weights are stored while training. `auto`: fp32 masters for full fine-tuning (bf16 under
-    `precision: pure_bf16`); for adapters the frozen base is stored in the type of `precision`."""
+    `precision: pure_bf16` and `pure_fp8`); for adapters the frozen base is stored in the type of `precision`."""
     attention: Literal[ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
     """Attention kernels. `auto` picks the fastest that really runs on this device; the other values insist on one. Of
     FlashAttention, where its package is missing and `kernels` is installed, the build of kernels-community that lies in
@@ -261,11 +261,12 @@ class Recipe(Section):
     policy: Policy = Policy()
     distillation: Distillation = Distillation()
     method: Method = Method()
-    precision: Literal["fp32", "fp16", "bf16", "pure_bf16", "fp8", "fp8_rowwise", "auto"] = "bf16"
+    precision: Literal["fp32", "fp16", "bf16", "pure_bf16", "fp8", "fp8_rowwise", "pure_fp8", "auto"] = "bf16"
     """Type in which the model computes. Trained weights keep fp32 masters (`fp16` adds loss scaling), except under
     `pure_bf16`, which holds weights, gradients and optimizer state in bf16. `fp8` is `bf16` but for the products of
-    linear layers, which round to 8 bits with a scale for each tensor, or for each row (`fp8_rowwise`). `auto`: the one
-    of the first three that the device computes fastest, bf16 among equals; the losses are then those of that type."""
+    linear layers, which round to 8 bits with a scale for each tensor, or for each row (`fp8_rowwise`); `pure_fp8` is
+    `pure_bf16` with the products of `fp8`. `auto`: the one of the first three that the device computes fastest, bf16
+    among equals; the losses are then those of that type."""
     tf32: bool | Literal["auto"] = "auto"
     """Let fp32 matrix products use TF32 tensor cores, which is faster and less exact. `auto`: where there are any,
     on NVIDIA's GPUs from Ampere on."""
@@ -388,9 +389,19 @@ class Recipe(Section):
         return self.compile == "layers" or self.activation_checkpointing.mode == "elementwise"
 
     @property
+    def pure(self) -> bool:
+        """Whether weights, gradients and optimizer state are in bf16, without fp32 masters."""
+        return self.precision in PURE.values()
+
+    @property
+    def in_bf16(self) -> str:
+        """What the precision would be with all products in bf16, and masters as they are."""
+        return "pure_bf16" if self.pure else "bf16"
+
+    @property
     def engine_precision(self) -> str:
         """The precision as engines know it."""
-        return "bf16" if self.precision in FP8_SCALING else self.precision
+        return self.in_bf16 if self.precision in FP8_SCALING else self.precision
 
     @property
     def knows_engine(self) -> bool:

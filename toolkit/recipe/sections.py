@@ -15,10 +15,6 @@ from toolkit.recipe.arguments import POSITIVE, SHARE, Argument, count, number, o
 from toolkit.recipe.base import Place, Section
 from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 
-PRECISIONS = ("bf16", "fp16", "fp32")
-"""What `precision: auto` chooses from; bf16 comes before fp16, whose losses must be scaled."""
-FP8_SCALING = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
-"""Precisions that are bf16 but for products of linear layers in fp8, and what has a scale there."""
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 _WAVES = {"num_cycles": POSITIVE}
 _LOWEST = {"min_lr": number(0), "min_lr_rate": SHARE}
@@ -138,7 +134,7 @@ class Strategy(Section):
     memory."""
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type in which ZeRO and FSDP sum gradients over processes and micro-batches. `auto`: fp32, or bf16 under
-    `precision: pure_bf16`."""
+    `precision: pure_bf16` and `pure_fp8`."""
     overlap_comm: bool = True
     """Whether ZeRO reduces gradients while the backward pass still runs, at the cost of a second bucket of memory."""
     reduce_bucket_size: PositiveInt = 50_000_000

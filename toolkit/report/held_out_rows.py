@@ -75,6 +75,12 @@ def per_count(sums: ArrayLike, counts: ArrayLike) -> Estimate:
     return Estimate(ratio, _student(rows - 1) * math.sqrt(spread * rows / (rows - 1)) / total)
 
 
+def of_mean(values: ArrayLike) -> Estimate:
+    """The mean of (rows,) values of rows drawn from many, see `per_count`."""
+    each = np.asarray(values, dtype=np.float64)
+    return per_count(each, np.ones_like(each))
+
+
 def _student(freedom: int) -> float:
     """The quantile of Student's distribution that leaves 2.5% above it: of one and two degrees of freedom as it is, of
     more by its expansion (Abramowitz and Stegun, 26.7.5), to 0.1% of three and far better of more."""

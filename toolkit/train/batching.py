@@ -16,7 +16,7 @@ from toolkit.models.context_parallel import gather
 from toolkit.models.sequence_parallel import exchange
 from toolkit.models.shared_rows import share_balance, share_rows
 from toolkit.recipe import Recipe
-from toolkit.recipe.sections import FP8_SCALING
+from toolkit.recipe.precisions import FP8_SCALING
 
 Collates = Collator | PartCollator | AnswerCollator | JudgedCollator | PromptCollator | HeadCollator
 

@@ -1,8 +1,8 @@
 """Benchmarks of lm-eval (EleutherAI's Language Model Evaluation Harness) for a run, before and after training.
 
 The model is the run's own, as it is loaded to answer, so adapters, quantized bases and the run's template count. What a
-task asks, how it is scored and its standard error are lm-eval's; shares of right answers get Wilson's interval instead,
-which holds also where all or none are right.
+task asks and how it is scored are lm-eval's; shares of right answers get Wilson's interval, which holds also where all
+or none are right, other means Student's, and the rest lm-eval's standard error.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from toolkit.models.load import ModelSource
 from toolkit.recipe.load import load_resolved
 from toolkit.recipe.spelling import did_you_mean
 from toolkit.report.evaluation import Interval, Score, Task
+from toolkit.report.held_out_rows import of_mean
 from toolkit.train.export import read_audit
 from toolkit.train.held_out import before_and_after
 from toolkit.train.scoring import Z, paired_shares, wilson
@@ -190,10 +191,12 @@ def _is_share(values: np.ndarray | None) -> bool:
 
 
 def _interval(key: str, result: Found, values: np.ndarray | None) -> Interval:
-    if values is not None and _is_share(values):
-        return wilson(int(values.sum()), len(values))
+    if values is not None:
+        return wilson(int(values.sum()), len(values)) if _is_share(values) else _around(*of_mean(values))
     metric, _, filtered = key.partition(",")
-    return _around(float(result[key]), result.get(f"{metric}_stderr,{filtered}"))
+    # Such as that of a score of all samples together, which lm-eval draws anew.
+    error = result.get(f"{metric}_stderr,{filtered}")
+    return _around(float(result[key]), Z * error if isinstance(error, float | int) else math.nan)
 
 
 def _change(value: float, before: np.ndarray | None, after: np.ndarray | None) -> Interval:
@@ -202,11 +205,8 @@ def _change(value: float, before: np.ndarray | None, after: np.ndarray | None) -
         return Interval(value=value)
     if _is_share(before) and _is_share(after):
         return paired_shares(before > 0, after > 0)
-    return _around(value, float((after - before).std(ddof=1)) / math.sqrt(len(after)))
+    return _around(value, of_mean(after - before).half)
 
 
-def _around(value: float, error: Any) -> Interval:
-    """A mean and 1.96 of its standard errors on both sides."""
-    if not isinstance(error, float | int) or not math.isfinite(error):
-        return Interval(value=value)
-    return Interval(value=value, low=value - Z * error, high=value + Z * error)
+def _around(value: float, half: float) -> Interval:
+    return Interval(value=value, low=value - half, high=value + half) if math.isfinite(half) else Interval(value=value)

@@ -14,8 +14,8 @@ from toolkit.data.own_answers import prompt_lengths, writable
 from toolkit.data.rows import IGNORE
 from toolkit.distributed.engines import teacher_dtype
 from toolkit.models.coverage import stored_form
-from toolkit.models.cpu_head import judged_by
 from toolkit.models.distillation import FIGURES, Divergence
+from toolkit.models.fused_head import judged_by
 from toolkit.models.head_choice import compare
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.teacher import Teacher, require_fused

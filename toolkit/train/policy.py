@@ -26,7 +26,7 @@ from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_adapters
 from toolkit.models.policy import advantages, divisor, policy_losses, server_weights
 from toolkit.recipe.reinforcement import Policy
-from toolkit.report.held_out_rows import per_count
+from toolkit.report.held_out_rows import of_mean
 from toolkit.report.rewards import MARGIN
 from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import AnswerTrainer
@@ -205,7 +205,7 @@ class PolicyTrainer(AnswerTrainer):
         every |= {f"reward_{name}": scores[:, place] for place, name in enumerate(scorer.names)}
         for name, values in every.items():
             found[f"eval_{name}"] = float(values.mean())
-            found[f"eval_{name}{MARGIN}"] = per_count(values, np.ones(count)).half
+            found[f"eval_{name}{MARGIN}"] = of_mean(values).half
         tokens, cut = table[:, -2:].mean(axis=0).tolist()
         beside = {"eval_answers": count, "eval_answer_tokens": tokens, "eval_cut": cut}
         return {"eval_loss": -found["eval_reward"]} | found | beside

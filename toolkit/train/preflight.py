@@ -36,7 +36,7 @@ from toolkit.models.shared_rows import group_processes
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.recipe.parallel import Parallel
-from toolkit.recipe.sections import FP8_SCALING
+from toolkit.recipe.precisions import FP8_SCALING
 from toolkit.train import optimizer
 from toolkit.train.run_folder import flat, hash_files, versions
 
@@ -311,7 +311,11 @@ def check_devices(recipe: Recipe, world: World) -> None:
         if importlib.util.find_spec("torchao") is None:
             raise UserError(f"precision={recipe.precision}: torchao is not installed", "run `pip install torchao`")
         if not gpus:
-            _log.warning("precision=%s: a CPU rounds to fp8 and is slower by it; set precision=bf16", recipe.precision)
+            _log.warning(
+                "precision=%s: a CPU rounds to fp8 and is slower by it; set precision=%s",
+                recipe.precision,
+                recipe.in_bf16,
+            )
     optimizer.check_available(recipe)
     for tracker in recipe.logging.trackers:
         if importlib.util.find_spec(tracker) is None:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from toolkit.models.embedding import ranks
+from toolkit.report.held_out_rows import of_mean
 from toolkit.report.rewards import MARGIN
 from toolkit.train.scoring import Z, wilson
 
@@ -21,7 +22,7 @@ def retrieval_figures(vectors: torch.Tensor, keys: torch.Tensor) -> dict[str, fl
     Returns:
         `eval_recall_at_1` and `eval_recall_at_10`, the share of rows whose positive is the nearest or among the ten
         nearest, with the longer side of Wilson's interval; `eval_mrr_at_10`, the mean of 1 / place, 0 beyond ten, with
-        half the width of its interval by the normal distribution of a mean; and `eval_candidates`.
+        half the width of a mean's; and `eval_candidates`.
     """
     places = ranks(vectors, keys).double()
     count = len(places)
@@ -30,9 +31,7 @@ def retrieval_figures(vectors: torch.Tensor, keys: torch.Tensor) -> dict[str, fl
         share = wilson(int((places <= most).sum()), count)
         margin = max(abs(end - share.value) for end in (share.low, share.high) if end is not None)
         found |= {f"eval_recall_at_{most}": share.value, f"eval_recall_at_{most}{MARGIN}": margin}
-    nearness = (1 / places).where(places <= 10, 0.0)
-    spread = nearness.std().item() if count > 1 else 0.0
-    found |= {"eval_mrr_at_10": nearness.mean().item(), f"eval_mrr_at_10{MARGIN}": Z * spread / math.sqrt(count)}
+    found |= _figure("mrr_at_10", *of_mean((1 / places).where(places <= 10, 0.0).cpu().numpy()))
     return found | {"eval_candidates": len(torch.unique(keys[:, 1:]))}
 
 
@@ -40,9 +39,10 @@ def correlation_figures(vectors: torch.Tensor, scores: torch.Tensor) -> dict[str
     """How cosines of pairs agree with their scores.
 
     Returns:
-        `eval_spearman` (of ranks, ties at their mean) and `eval_pearson`, each with half the width of its interval, by
+        `eval_spearman` (of ranks, ties at their mean) and `eval_pearson`, each with the longer side of its interval, by
         Fisher's transformation: atanh(r) has the standard deviation 1 / sqrt(n - 3), of ranks
-        sqrt((1 + r² / 2) / (n - 3)) (Bonett and Wright 2000, Psychometrika 65:23).
+        sqrt((1 + r² / 2) / (n - 3)) (Bonett and Wright 2000, Psychometrika 65:23). It is not estimated from the rows
+        but known, so its quantile is the normal distribution's; of three rows and fewer nothing is known.
     """
     cosines = (vectors[:, 0] * vectors[:, 1]).sum(-1).double()
     scores = scores.double()
@@ -52,11 +52,17 @@ def correlation_figures(vectors: torch.Tensor, scores: torch.Tensor) -> dict[str
         ("pearson", cosines, scores),
     ):
         value = _correlation(one, other)
-        spread = math.sqrt((1 + value**2 / 2 if name == "spearman" else 1) / max(1, len(scores) - 3))
+        freedom = len(scores) - 3
+        spread = math.sqrt((1 + value**2 / 2 if name == "spearman" else 1) / freedom) if freedom > 0 else math.nan
         middle = math.atanh(max(-1 + 1e-12, min(1 - 1e-12, value)))
-        width = (math.tanh(middle + Z * spread) - math.tanh(middle - Z * spread)) / 2
-        found |= {f"eval_{name}": value, f"eval_{name}{MARGIN}": width}
+        margin = max(abs(math.tanh(middle + side * Z * spread) - value) for side in (-1, 1))
+        found |= _figure(name, value, margin)
     return found
+
+
+def _figure(name: str, value: float, margin: float) -> dict[str, float]:
+    """With how far its interval reaches, where that is known."""
+    return {f"eval_{name}": value} | ({} if math.isnan(margin) else {f"eval_{name}{MARGIN}": margin})
 
 
 def _ranked(values: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,9 @@ from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
 from toolkit.recipe.errors import warn
+from toolkit.recipe.precisions import FP8_SCALING
 from toolkit.recipe.rules import warnings_of_length
-from toolkit.recipe.sections import EVA_ROWS, FP8_SCALING
+from toolkit.recipe.sections import EVA_ROWS
 from toolkit.report.load import Parameters
 from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress

@@ -3,6 +3,7 @@ comparison of both models' logits hold for a while."""
 
 from __future__ import annotations
 
+from toolkit.models.head_chunk import JUDGED, ON_CPU
 from toolkit.planner.memory.states import weights
 from toolkit.planner.workload import WIDTH, Workload
 
@@ -10,8 +11,6 @@ _COMPARED, _MIXED, _APART = 28, 40, 4
 """Bytes for each entry of the vocabulary and token of a chunk that `models.distillation.Divergence` holds in fp32,
 beside the logits of the student: for the divergence of one model from the other, or of both from a mixture, and more
 where the student's log-probabilities are not those by which labels are scored."""
-_CHUNK, _CHUNK_ON_CPU = 512, 256
-"""Tokens of a chunk, see `models.cpu_head`."""
 
 
 def held(workload: Workload) -> float:
@@ -48,7 +47,7 @@ def compared(workload: Workload) -> float:
     if workload.teacher is None:
         return 0.0
     settings, width = workload.recipe.distillation, WIDTH[workload.types.compute]
-    chunk = min(workload.shape.tokens, _CHUNK_ON_CPU if workload.on_cpu else _CHUNK)
+    chunk = min(workload.shape.tokens, ON_CPU if workload.on_cpu else JUDGED)
     entries = workload.trace.vocabulary
     apart = settings.temperature != 1 or workload.teacher.trace.vocabulary < entries
     beside = (_MIXED if 0 < settings.beta < 1 else _COMPARED) + _APART * apart

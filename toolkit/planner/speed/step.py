@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 
+from toolkit.models.head_chunk import head_chunk
 from toolkit.planner.generation import generates, kept, prompt_tokens, turns
 from toolkit.planner.hardware import End, Rate, between
 from toolkit.planner.memory.states import states
@@ -20,10 +21,10 @@ from toolkit.planner.memory.teacher import streamed
 from toolkit.planner.pipeline import bubble
 from toolkit.planner.plan import Disk
 from toolkit.planner.speed.communication import HOST, Transfer, inner_link, link_rate
-from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, NOTHING, Amount, Pass, Trace
+from toolkit.planner.trace.types import NOTHING, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Load, Workload
 from toolkit.recipe import Recipe
-from toolkit.recipe.sections import FP8_SCALING
+from toolkit.recipe.precisions import FP8_SCALING
 
 HOST_BANDWIDTH, CORE_BANDWIDTH = 100e9, 4e9
 """Bytes/s at which an optimizer runs on a host, in all and per core: 28 bytes per parameter (two moments and the master
@@ -255,7 +256,7 @@ class Step:
         if rate is None:
             return 1.0
         half, (count, active) = getattr(rate, self._end), self._experts
-        chunk = CHUNK_ON_CPU if self._workload.on_cpu else CHUNK
+        chunk = head_chunk(self._trace.vocabulary, WIDTH[self._workload.types.compute], self._workload.on_cpu)
         head = any(each.place == "head" and len(each.shape) == 2 for each in self._trace.tensors)
         work = seconds = 0.0
         for each in self._trace.tensors:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
 
 from toolkit.distributed.engines import Dtypes
-from toolkit.models import attention, context_parallel, cpu_head, experts, output_head, pair_head, stored
+from toolkit.models import attention, context_parallel, experts, fused_head, stored
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.tracker import STAND_INS, attention_flops
 
@@ -220,11 +220,9 @@ def installed(setting: Setting) -> Iterator[None]:
         replaced.append((masking_utils, {"_ignore_causal_mask_sdpa": _without_padding}))
     if setting.device == "cuda":
         replaced += [
-            # TRL's loss runs Triton kernels on GPUs, which work on the tile in place; elsewhere torch makes copies.
+            # Triton kernels work on logits in place; elsewhere torch makes copies.
             (chunked_logprob, {"_forward_tile": _tile, "_backward_tile": _tile, "_addmm_fp32": _OPS.add_product_}),
-            (output_head, {"scored_on_cpu": lambda *args: contextlib.nullcontext()}),
-            (cpu_head, {"_is_cpu": lambda place: False}),
-            (pair_head, {"scored_on_cpu": lambda *args: contextlib.nullcontext()}),
+            (fused_head, {"_is_cpu": lambda place: False}),
             (modeling_utils, {"save_on_cpu": _SaveOnHost}),
             (functional, {"scaled_dot_product_attention": _scaled_dot_product_attention, "dropout": _dropout}),
         ]

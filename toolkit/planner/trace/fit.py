@@ -10,7 +10,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import zip_longest
 from typing import Any
 
 import bitsandbytes as bnb
@@ -25,11 +24,11 @@ from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.head_choice import choose
 from toolkit.models.heads import head_modules
 from toolkit.models.output_head import HeadChoice
-from toolkit.models.parts import is_part, parts_of
+from toolkit.models.parts import parts_of
 from toolkit.models.stored import StoredWeight
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
-from toolkit.planner.trace.passes import ENCODER_PLACES, Micro, run
+from toolkit.planner.trace.passes import ENCODER_PLACES, Micro, chunk_of, run
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import build, depth_of, depths, load_config, pattern
 from toolkit.planner.trace.tracker import CATEGORIES, Timeline
@@ -61,7 +60,6 @@ def trace(setting: Setting) -> Trace:
     """
     deadline = time.process_time() + _LIMIT
     config = load_config(setting)
-    encoder_decoder = setting.objective == "seq2seq"
     headed = setting.objective in HEADED
     choice = NO_VOCABULARY if headed else choose(config, setting.trust_remote_code, setting.objective)
     shapes = _shapes(setting)
@@ -101,14 +99,11 @@ def trace(setting: Setting) -> Trace:
                 block = _lengthen(shapes, runs[0], measure)
     fit = _Fit(shapes, small, large, block)
     tensors, buffers = _inventory(inventory, setting)
-    head = None if headed else inventory.base.get_output_embeddings().weight
-    # Its logits are formed once on CPUs, and where processes divide it.
-    again = head is not None and choice.fused and setting.device != "cpu" and not is_part(head)
     return Trace(
         layers=layers,
         tensors=tensors,
-        moments=tuple(_moments(runs, fit, layers, setting.chunk)),
-        passes=_passes(runs, fit, head.numel() if again and head is not None else 0, encoder_decoder),
+        moments=tuple(_moments(runs, fit, layers, chunk_of(inventory, setting))),
+        passes=_passes(runs, fit),
         boundary=fit.amount([[[micro.boundary] for micro in row] for row in runs])[0],
         buffers=buffers,
         caches=_caches(setting, config),
@@ -320,12 +315,8 @@ def _undominated(moments: list[Moment]) -> Iterable[Moment]:
             yield moment
 
 
-def _passes(runs: list[list[Micro]], fit: _Fit, head: int, encoder_decoder: bool) -> dict[str, Pass]:
-    """What each pass does.
-
-    Args:
-        head: Elements of the output head, if its logits are formed again in the backward pass, else 0.
-    """
+def _passes(runs: list[list[Micro]], fit: _Fit) -> dict[str, Pass]:
+    """What each pass does."""
 
     def fitted(name: str, kind: str = "work") -> Pass:
         amounts = fit.amount([[[*getattr(micro.timelines[name], kind).values()] for micro in row] for row in runs])
@@ -334,15 +325,7 @@ def _passes(runs: list[list[Micro]], fit: _Fit, head: int, encoder_decoder: bool
         return Pass(*amounts)
 
     passes = {name: fitted(name) for name in ("forward", "backward", "evaluation")}
-    again = fitted("backward", "recomputed")
-    if head:
-        # No layer is entered for it, so it is not seen. Beside it only an encoder is recomputed outside the layers.
-        products = passes["forward"].matmul.fixed
-        if encoder_decoder:
-            products = tuple(map(sum, zip_longest(again.matmul.fixed, (0.0, 2.0 * head), fillvalue=0.0)))
-        matmul = dataclasses.replace(again.matmul, fixed=products)
-        again = dataclasses.replace(again, matmul=matmul)
-    return passes | {"recompute": again}
+    return passes | {"recompute": fitted("backward", "recomputed")}
 
 
 def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], int]:

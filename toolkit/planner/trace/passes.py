@@ -20,12 +20,14 @@ from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.embedding import pooled
 from toolkit.models.head_choice import asks_routers
+from toolkit.models.head_chunk import head_chunk
 from toolkit.models.output_head import HeadChoice, OutputHead
 from toolkit.models.pair_head import PairHead
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import CompiledTracker, Timeline, Tracker
+from toolkit.planner.trace.types import CHUNK
 from toolkit.recipe.heads import EMBEDDING, HEADED
 from toolkit.recipe.sections import ActivationCheckpointing
 
@@ -76,11 +78,12 @@ def run(
         inputs = _inputs(setting, batch, length)
         if setting.objective in HEADED:
             del inputs["labels"]
-        elif setting.device == "cpu" or not choice.fused or setting.objective == "seq2seq":
+        else:
             inputs["label_positions"] = torch.zeros(batch * length, dtype=torch.long)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *inputs.values()]
         # Heads of an objective's own score all at once.
-        chunk = setting.chunk if batch * length > setting.chunk and setting.objective not in HEADED else 0
+        chunk = chunk_of(shallow, setting)
+        chunk = chunk if batch * length > chunk and setting.objective not in HEADED else 0
         kind = CompiledTracker if compiled else Tracker
         tracker = kind(persistent, model.parameters(), setting.device == "cuda", chunk, deadline)
         timelines: dict[str, Timeline] = {}
@@ -104,6 +107,14 @@ def run(
         for parameter in model.parameters():
             parameter.grad = None
     return Micro(timelines, tracker.boundary, tracker.paddings)
+
+
+def chunk_of(shallow: Shallow, setting: Setting) -> int:
+    """Tokens that the output head of a vocabulary works on at a time."""
+    if setting.objective in HEADED:
+        return CHUNK
+    itemsize = getattr(torch, setting.autocast or setting.local).itemsize
+    return head_chunk(len(shallow.base.get_output_embeddings().weight), itemsize, setting.device == "cpu")
 
 
 def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice, compiled: CompiledLayers | None) -> None:

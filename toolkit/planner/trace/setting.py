@@ -19,9 +19,10 @@ from typing import Any, Literal
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention
-from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, FORMAT
+from toolkit.models.head_chunk import ON_CPU
+from toolkit.planner.trace.types import CHUNK, FORMAT
 from toolkit.recipe import Recipe, model_configs
-from toolkit.recipe.heads import OF_TEXTS
+from toolkit.recipe.heads import HEADED, OF_TEXTS
 
 Layout = Literal["padded", "packed", "flat", "seq2seq"]
 _LIBRARIES = ("torch", "transformers", "trl", "peft")
@@ -56,7 +57,7 @@ class Setting:
         checkpointing: Mode of activation checkpointing; `elementwise` of compiled layers alone.
         every_n_layers: Of activation checkpointing.
         mlp_tiles: Of activation checkpointing.
-        long: Whether a micro-batch has more than `CHUNK` tokens, from where on the loss works in chunks of so many.
+        long: Whether a micro-batch has more than `CHUNK` tokens, and so surely more than the loss works on at a time.
         trust_remote_code: Whether the model's own code may run.
         path: `model.path`, where its code comes with the weights.
         tensor: Processes that divide each layer.
@@ -86,11 +87,6 @@ class Setting:
     expert: int = 1
     compiled: bool = False
 
-    @property
-    def chunk(self) -> int:
-        """Tokens that the fused output head and loss work on at a time."""
-        return CHUNK_ON_CPU if self.device == "cpu" else CHUNK
-
     def in_bf16(self) -> Setting:
         """The same in bf16 where this is in fp16: as many bytes and, but for a model's own clamps, the same kernels."""
         halves = [key for key in ("load", "local", "autocast") if getattr(self, key) == "float16"]
@@ -105,10 +101,13 @@ class Setting:
     def key(self) -> str:
         """A name for the trace of this setting; changes with the libraries that are traced."""
         content: dict[str, Any] = {"format": FORMAT, "versions": _versions(), **vars(self)}
-        if self.device == "cpu":
-            content["chunk_on_cpu"] = self.chunk  # Of TRL's own head they would make another trace.
         if self.objective == "seq2seq":
             content["head"] = "chunked"  # With all logits they would make another trace.
+        if self.device == "cpu":
+            content["chunk_on_cpu"] = ON_CPU  # Of TRL's own head they would make another trace.
+        elif self.objective not in HEADED:
+            content["head"] = "once"  # With logits that are formed twice they would make another trace.
+        if self.objective == "seq2seq":
             content["encoder"] = "recomputed"  # Its layers, too; before, they counted as useful work.
         if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
             content["experts"] = "nf4"  # In 16 bits they would make another trace.

@@ -21,10 +21,7 @@ FORMAT = 3
 """Raise when a trace of the same setting would differ."""
 
 CHUNK = 4096
-"""Tokens that the fused output head and loss work on at a time (TRL's `TOKEN_CHUNK_SIZE`)."""
-
-CHUNK_ON_CPU = 256
-"""The same on a CPU (`models.cpu_head.CHUNK`)."""
+"""Tokens of a row that is traced: at least as many as the output head works on at a time (`models.head_chunk`)."""
 
 Phase = Literal["forward", "backward", "evaluation"]
 Place = Literal["embeddings", "first_layer", "last_layer", "head"]

@@ -15,6 +15,7 @@ from toolkit.recipe.base import Section
 from toolkit.recipe.errors import COMMAND_LINE, ENOUGH, Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.module_names import name_problems, whole_numbers
+from toolkit.recipe.precisions import PRECISIONS
 from toolkit.recipe.rules.distillation import DISTILLATION_RULES, distillation_figures
 from toolkit.recipe.rules.embedding import EMBEDDING_RULES, embedding_figures
 from toolkit.recipe.rules.expert import EXPERT_RULES, nearest_experts
@@ -31,6 +32,7 @@ from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys, ze
 from toolkit.recipe.rules.training import (
     TRAINING_RULES,
     evaluation_keys,
+    masters_figures,
     micro_batch,
     not_below_the_peak,
     own_keys,
@@ -39,7 +41,7 @@ from toolkit.recipe.rules.training import (
 )
 from toolkit.recipe.rules.unusual import UNUSUAL_RULES, adapter_scale
 from toolkit.recipe.schema import Recipe, sections
-from toolkit.recipe.sections import PRECISIONS, SCHEDULES, STRATEGIES
+from toolkit.recipe.sections import SCHEDULES, STRATEGIES
 from toolkit.recipe.time_limit import TimeLimit
 
 _SECONDS = 10.0
@@ -200,6 +202,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         **reward_figures(recipe),
         **distillation_figures(recipe),
         **embedding_figures(recipe),
+        **masters_figures(recipe),
         "not_for_parameters": " and ".join(not_for_parameters(recipe)),
         "not_linear": not_linear(recipe, config),
         "linear_only": linear_only(recipe, config),

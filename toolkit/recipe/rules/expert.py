@@ -78,7 +78,7 @@ EXPERT_RULES = {
         "precision",
         lambda r, _: _divides(r) and r.precision not in ("fp32", "bf16", "pure_bf16"),
         "{r.precision} scales by what a process has of weights or gradients, which are those of some experts",
-        "set precision=bf16, or remove parallel.expert",
+        "set precision={r.in_bf16}, or remove parallel.expert",
     ),
     "expert-compile": Rule(
         "compile",

@@ -171,7 +171,7 @@ PARALLEL_RULES = {
         "precision",
         lambda r, _: _parts(r) and r.precision not in ("fp32", "bf16", "pure_bf16"),
         "{r.precision} scales by what a process has of a weight or gradient, which is a part",
-        "set precision=bf16, or remove parallel.tensor",
+        "set precision={r.in_bf16}, or remove parallel.tensor",
     ),
     "tensor-compile": Rule(
         "compile",

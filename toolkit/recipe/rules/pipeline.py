@@ -114,7 +114,7 @@ PIPELINE_RULES = {
         "precision",
         lambda r: r.precision not in _PLAIN,
         "{r.precision} scales by what a process has of the loss or the gradients, which is a part",
-        "set precision=bf16",
+        "set precision={r.in_bf16}",
     ),
     "pipeline-compile": _rule(
         "compile",

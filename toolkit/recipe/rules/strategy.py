@@ -133,15 +133,15 @@ STRATEGY_RULES = {
     ),
     "zero1-pure-bf16-reduce": Rule(
         "strategy.reduce_dtype",
-        lambda r, _: r.strategy.name == "zero1" and r.precision == "pure_bf16" and r.strategy.reduce_dtype == "fp32",
-        "ZeRO-1 that sums bf16 gradients in fp32 holds fp32 masters too, which pure_bf16 does not want",
+        lambda r, _: r.strategy.name == "zero1" and r.pure and r.strategy.reduce_dtype == "fp32",
+        "ZeRO-1 that sums bf16 gradients in fp32 holds fp32 masters too, which a pure precision does not want",
         "remove strategy.reduce_dtype, or set strategy.name=zero2",
     ),
     "zero-pure-bf16-offload": Rule(
         "precision",
-        lambda r, _: r.strategy.zero_stage and r.precision == "pure_bf16" and r.strategy.offload_optimizer != "none",
+        lambda r, _: r.strategy.zero_stage and r.pure and r.strategy.offload_optimizer != "none",
         "DeepSpeed offloads 16-bit masters with its own Adam only, which is not the optimizer of the recipe",
-        "set precision=bf16, or strategy.offload_optimizer=none",
+        "set precision={with_masters}, or strategy.offload_optimizer=none",
     ),
     "zero-stored-dtype": Rule(
         "model.dtype",

@@ -10,8 +10,9 @@ from toolkit.recipe.arguments import wrong
 from toolkit.recipe.compilation import unfit
 from toolkit.recipe.embedding import COSENT, RANKING
 from toolkit.recipe.errors import Rule
+from toolkit.recipe.precisions import FP8_SCALING, PURE
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.sections import CORRELATIONS, FP8_SCALING, RETRIEVAL, SCHEDULES
+from toolkit.recipe.sections import CORRELATIONS, RETRIEVAL, SCHEDULES
 
 
 def _tiled(recipe: Recipe) -> bool:
@@ -94,21 +95,30 @@ def micro_batch(recipe: Recipe) -> int:
     return size if isinstance(size, int) else 1
 
 
+def masters_figures(recipe: Recipe) -> dict[str, str]:
+    """What the texts of the rules may name: the precision with fp32 masters, and without."""
+    with_masters = {pure: precision for precision, pure in PURE.items()}
+    return {
+        "with_masters": with_masters.get(recipe.precision, "bf16"),
+        "without_masters": PURE.get(recipe.precision, "pure_bf16"),
+    }
+
+
 _MOST_SEQUENCES = 2**20
 """Of a step: many times what the largest models were trained with; a plan draws and sorts them."""
 
 TRAINING_RULES = {
     "full-low-masters": Rule(
         "model.dtype",
-        lambda r, _: r.method.name == "full" and r.model.dtype in ("bf16", "fp16") and r.precision != "pure_bf16",
+        lambda r, _: r.method.name == "full" and r.model.dtype in ("bf16", "fp16") and not r.pure,
         "16-bit masters lose most updates of a small learning rate: at 1e-5 only 16% of the weights move in 50 steps",
-        "remove model.dtype, or set precision=pure_bf16 to accept it",
+        "remove model.dtype, or set precision={without_masters} to accept it",
     ),
     "pure-bf16-dtype": Rule(
         "model.dtype",
-        lambda r, _: r.precision == "pure_bf16" and r.model.dtype not in ("auto", "bf16"),
-        "pure_bf16 means that weights are stored in bf16",
-        "remove model.dtype, or set precision=bf16",
+        lambda r, _: r.pure and r.model.dtype not in ("auto", "bf16"),
+        "{r.precision} means that weights are stored in bf16",
+        "remove model.dtype, or set precision={with_masters}",
     ),
     "fp32-stored-low": Rule(
         "model.dtype",
@@ -127,13 +137,13 @@ TRAINING_RULES = {
         lambda r, _: r.precision in FP8_SCALING and r.method.name == "lora",
         "fp8 is for weights that are trained; under adapters the frozen base is stored and multiplied in fp8 by "
         "method.quantization=fp8",
-        "set precision=bf16 and method=lora_fp8",
+        "set precision={r.in_bf16} and method=lora_fp8",
     ),
     "fp8-nothing": Rule(
         "precision",
         lambda r, c: r.precision in FP8_SCALING and c and not model_configs.multiplies_in_fp8(c),
         "the first and the last layer stay in bf16, and between them {model_type} has no linear layer of torch's own",
-        "set precision=bf16",
+        "set precision={r.in_bf16}",
     ),
     "optimizer-own-keys": Rule(
         "optimizer.args",
