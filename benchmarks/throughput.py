@@ -68,7 +68,8 @@ class Job:
     objective: str = "language_modelling"
 
 
-FULL, FP8, EIGHT_BIT = "activation_checkpointing=full", "method.quantization=fp8", "optimizer=adamw_8bit"
+FULL, LESS = "activation_checkpointing=full", "activation_checkpointing=elementwise"
+FP8, EIGHT_BIT = "method.quantization=fp8", "optimizer=adamw_8bit"
 PURE_FP8 = ("precision=pure_fp8", "compile=layers")
 CUDA_JOBS = (
     Job("1.2B full, checkpointing", "llama_1b", "full", 4096, 4, 4, True, True, "pure_bf16", (FULL,)),
@@ -91,6 +92,7 @@ CUDA_JOBS = (
     Job("8B QLoRA", "llama_8b", "qlora", 4096, 2, 2),
     # The libraries alone keep the base in bf16.
     Job("8B LoRA, base in fp8", "llama_8b", "lora", 4096, 2, 2, settings=(FP8, "compile=layers")),
+    Job("8B LoRA, base in fp8, less kept", "llama_8b", "lora", 4096, 2, 2, settings=(FP8, LESS)),
     # The libraries alone keep AdamW's moments in bf16, four times as many bytes.
     Job("8B full, 8-bit AdamW", "llama_8b", "full", 4096, 2, 2, precision="pure_bf16", settings=(EIGHT_BIT,)),
 )
