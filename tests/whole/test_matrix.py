@@ -210,6 +210,7 @@ CHANGED = [
     *(("qlora", engine, [], ["activation_checkpointing=full"]) for engine in ("zero3", "fsdp")),
     *(("full", engine, [], ["activation_checkpointing=full"]) for engine in ("ddp", "zero2", "zero3", "fsdp")),
     *(("full", engine, [], ["activation_checkpointing=selective"]) for engine in ("ddp", "fsdp")),
+    *((*each, [], ["activation_checkpointing=elementwise"]) for each in (("full", "ddp"), ("lora", "zero2"))),
     *(("full", engine, [], EVERY_SECOND) for engine in ("zero3", "fsdp")),
     *((method, engine, [], TILES) for method in ("full", "lora") for engine in ("single", "ddp", "zero2")),
     ("lora", "fsdp", [], TILES),
