@@ -39,7 +39,7 @@ ELSEWHERE = {
     "train/told": "train/test_heads",
     "report/class_tables": "train/test_heads",
     "recipe/embedding": "recipe/test_rules",
-    "models/head_chunk": "models/test_fused_head.py",
+    "models/head_chunk": "models/test_fused_head",
     "models/sentence_files": "models/test_embedding",
     "train/retrieval": "train/test_embedding",
     "report/scores": "train/test_embedding",
