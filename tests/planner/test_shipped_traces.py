@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
+from typing import Any
 
 import pytest
 from ship_traces import settings
@@ -13,7 +15,7 @@ from toolkit.planner.hardware import find
 from toolkit.planner.plan import Plan
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.store import SHIPPED
-from toolkit.planner.trace.types import Trace
+from toolkit.planner.trace.types import Shape, Trace
 from toolkit.recipe import load
 
 
@@ -36,6 +38,29 @@ def test_a_shipped_trace_is_what_tracing_says(method: str, index: int) -> None:
     shipped = json.loads(gzip.decompress((SHIPPED / f"{each.architecture()}.json.gz").read_bytes()))
 
     assert Trace.from_json(shipped[each.key()]) == trace(each)
+
+
+def test_compiled_layers_never_hold_more_than_uncompiled_ones() -> None:
+    """Nowhere in a pass, and for short rows and long ones: a fit of two graphs that differ would say anything."""
+    shipped: dict[str, Any] = {}
+    for file in SHIPPED.glob("*.json.gz"):
+        shipped |= json.loads(gzip.decompress(file.read_bytes()))
+    compiled = [each for each in settings().values() if each.compiled]
+    assert compiled
+    for each in compiled:
+        plain = dataclasses.replace(each, compiled=False, checkpointing="none")
+        graphs, layers = (Trace.from_json(shipped[setting.key()]) for setting in (each, plain))
+        for batch, length in ((1, 512), (2, 4096), (1, 65536)):
+            shape = Shape(graphs.layers, batch, length)
+            for phase in ("forward", "backward"):
+                assert _held(graphs, shape, phase) < 1.05 * _held(layers, shape, phase), (each, shape, phase)
+
+
+def _held(trace: Trace, shape: Shape, phase: str) -> float:
+    parts = [
+        (each.activations, each.casts, each.logits, each.gradients) for each in trace.moments if each.phase == phase
+    ]
+    return max(sum(amount.at(shape) for amount in amounts) for amounts in parts)
 
 
 def test_shipped_traces_are_small() -> None:
