@@ -11,9 +11,11 @@ import pytest
 from ship_traces import settings
 
 from toolkit.planner.build import estimate
+from toolkit.planner.compiled import held, of_compiled, of_elementwise
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Plan
 from toolkit.planner.trace.fit import trace
+from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.store import SHIPPED
 from toolkit.planner.trace.types import Shape, Trace
 from toolkit.recipe import load
@@ -40,27 +42,30 @@ def test_a_shipped_trace_is_what_tracing_says(method: str, index: int) -> None:
     assert Trace.from_json(shipped[each.key()]) == trace(each)
 
 
-def test_compiled_layers_never_hold_more_than_uncompiled_ones() -> None:
-    """Nowhere in a pass, and for short rows and long ones: a fit of two graphs that differ would say anything."""
+def test_compiled_layers_are_never_planned_to_hold_more_than_uncompiled_ones() -> None:
+    """For short rows and long ones: a fit of graphs that differ would say anything."""
     shipped: dict[str, Any] = {}
     for file in SHIPPED.glob("*.json.gz"):
         shipped |= json.loads(gzip.decompress(file.read_bytes()))
-    compiled = [each for each in settings().values() if each.compiled]
-    assert compiled
-    for each in compiled:
-        plain = dataclasses.replace(each, compiled=False, checkpointing="none")
-        graphs, layers = (Trace.from_json(shipped[setting.key()]) for setting in (each, plain))
-        for batch, length in ((1, 512), (2, 4096), (1, 65536)):
-            shape = Shape(graphs.layers, batch, length)
-            for phase in ("forward", "backward"):
-                assert _held(graphs, shape, phase) < 1.05 * _held(layers, shape, phase), (each, shape, phase)
 
+    def known(setting: Setting) -> Trace:
+        return Trace.from_json(shipped[setting.key()])
 
-def _held(trace: Trace, shape: Shape, phase: str) -> float:
-    parts = [
-        (each.activations, each.casts, each.logits, each.gradients) for each in trace.moments if each.phase == phase
-    ]
-    return max(sum(amount.at(shape) for amount in amounts) for amounts in parts)
+    device, less = find("h200").device, 0
+    found = {key: each for key, each in settings().items() if each.compiled and each.checkpointing == "none"}
+    for compiled in found.values():
+        setting = dataclasses.replace(compiled, compiled=False)
+        plain = known(setting)
+        elementwise = of_elementwise(plain, setting, device, known)
+        assert elementwise
+        for graphs in (of_compiled(plain, setting, device, known), elementwise[0]):
+            less += graphs is not plain
+            for batch, length in ((1, 512), (3, 2048), (1, 16384)):
+                shape = Shape(plain.layers, batch, length)
+                for phase in ("forward", "backward"):
+                    assert held(graphs, shape, phase) <= 1.1 * held(plain, shape, phase), (setting, shape, phase)
+    # All but mixtures.
+    assert less > 0.9 * 2 * len(found)
 
 
 def test_shipped_traces_are_small() -> None:
