@@ -62,7 +62,7 @@ def test_base_that_stays_in_16_bits_is_refused_by_plan_and_run(monkeypatch: pyte
     """Also where the config does not say it: by the trace, and by the loaded parameters."""
     monkeypatch.setattr(model_configs, "fused_experts", lambda config: 0)
     trace = shipped_trace()
-    monkeypatch.setattr(store, "obtain", lambda *args, **settings: trace)
+    monkeypatch.setattr(store, "obtain", lambda *args: trace)
     recipe = load_checked("qwen3_30b_a3b_lora", ["method.quantization=nf4"]).recipe
     refused = r"(nf4|int8) reaches \d+% of the parameters in the layers"
     with pytest.raises(UserError, match=refused):

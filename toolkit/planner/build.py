@@ -22,7 +22,7 @@ from toolkit.models import attention
 from toolkit.planner import kernels
 from toolkit.planner.advice import advise
 from toolkit.planner.auto import fastest_precision, resolve
-from toolkit.planner.compiled import Find, of_compiled, of_elementwise
+from toolkit.planner.compiled import of_compiled, of_elementwise
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.layouts import FREE, layouts
 from toolkit.planner.loader import loader_workers
@@ -36,8 +36,9 @@ from toolkit.planner.search import Changes, as_arguments, explore
 from toolkit.planner.speed.stages import stage_layers
 from toolkit.planner.speed.work import micro_load, work
 from toolkit.planner.trace import store
-from toolkit.planner.trace.setting import setting_of
+from toolkit.planner.trace.setting import Setting, setting_of
 from toolkit.planner.trace.store import Tracing
+from toolkit.planner.trace.types import Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe, compilation, model_configs
 from toolkit.recipe.teaching import of_teacher
@@ -64,7 +65,10 @@ class _Question:
         per_row, longest = self._fullest(recipe, layout, backend)
         fullest = dataclasses.replace(layout, seq_len=per_row)
         setting = setting_of(recipe, self.config, device.kind, backend, fullest)
-        find: Find = functools.partial(store.obtain, tracing=self.tracing) if may_trace else store.find
+
+        def find(setting: Setting) -> Trace | None:
+            return store.obtain(setting, self.tracing) if may_trace else store.find(setting)
+
         trace = find(setting) or store.find(setting.in_bf16())
         if trace is None:
             return None
