@@ -76,16 +76,7 @@ CUDA_JOBS = (
     Job("1.2B full", "llama_1b", "full", 4096, 4, 4, precision="pure_bf16"),
     # The libraries alone multiply in bf16.
     Job("1.2B full, products in fp8", "llama_1b", "full", 4096, 4, 4, settings=("precision=fp8", "compile=layers")),
-    Job(
-        "1.2B full, pure bf16, products in fp8",
-        "llama_1b",
-        "full",
-        4096,
-        4,
-        4,
-        precision="pure_bf16",
-        settings=PURE_FP8,
-    ),
+    Job("1.2B full, pure bf16 and fp8", "llama_1b", "full", 4096, 4, 4, precision="pure_bf16", settings=PURE_FP8),
     Job("1.2B LoRA, checkpointing", "llama_1b", "lora", 4096, 4, 4, True, True, settings=(FULL,)),
     Job("8B LoRA", "llama_8b", "lora", 4096, 2, 2),
     Job("8B LoRA, checkpointing", "llama_8b", "lora", 4096, 4, 4, True, True, settings=(FULL,)),

@@ -11,14 +11,16 @@ import pytest
 from ship_traces import settings
 
 from toolkit.planner.build import estimate
-from toolkit.planner.compiled import held, of_compiled, of_elementwise
+from toolkit.planner.compiled import of_compiled, of_elementwise
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Plan
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.store import SHIPPED
-from toolkit.planner.trace.types import Shape, Trace
+from toolkit.planner.trace.types import Phase, Shape, Trace
 from toolkit.recipe import load
+
+PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 def test_every_setting_of_the_shipped_recipes_is_traced_and_nothing_else() -> None:
@@ -62,8 +64,8 @@ def test_compiled_layers_are_never_planned_to_hold_more_than_uncompiled_ones() -
             less += graphs is not plain
             for batch, length in ((1, 512), (3, 2048), (1, 16384)):
                 shape = Shape(plain.layers, batch, length)
-                for phase in ("forward", "backward"):
-                    assert held(graphs, shape, phase) <= 1.1 * held(plain, shape, phase), (setting, shape, phase)
+                for phase in PHASES:
+                    assert graphs.peak(shape, phase) <= 1.1 * plain.peak(shape, phase), (setting, shape, phase)
     # All but mixtures.
     assert less > 0.9 * 2 * len(found)
 

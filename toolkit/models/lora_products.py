@@ -85,7 +85,7 @@ def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Te
     down, up, result = layer.lora_A[name], layer.lora_B[name], layer.base_layer(x)
     x = layer._cast_input_dtype(x, down.weight.dtype)
     inner = down(layer.lora_dropout[name](x)) * layer.scaling[name]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and result.dtype.itemsize == 2:
         # In fp32, as a sum in 16 bits would be made one `addmm`, which copies what the layer gave before it adds to it;
         # this one becomes a part of the kernel that reads it next.
         return (result.float() + up(inner).float()).to(result.dtype)

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from toolkit.planner.hardware.specs import Device
 from toolkit.planner.trace.every import every_nth
 from toolkit.planner.trace.setting import Setting
-from toolkit.planner.trace.types import NOTHING, Amount, Phase, Shape, Trace
+from toolkit.planner.trace.types import NOTHING, Amount, Trace
 
 Find = Callable[[Setting], Trace | None]
 """The trace of a setting; None where it is not known."""
-_SHAPES = ((1, 512), (2, 4096), (1, 65536))
 _MORE = 1.1
 """What compiled layers may hold of what uncompiled ones do; traced Blenderbots, of short rows, hold 1.07 of it."""
 
@@ -67,15 +66,4 @@ def _sound(compiled: Trace, trace: Trace) -> bool:
     Layers of mixtures are several graphs, and other ones for other numbers of tokens; what is seen of a few sizes is
     not one amount then, and its fit says anything.
     """
-    for shape in (Shape(trace.layers, *each) for each in _SHAPES):
-        phases: tuple[Phase, ...] = ("forward", "backward")
-        if any(held(compiled, shape, phase) > _MORE * held(trace, shape, phase) for phase in phases):
-            return False
-    return True
-
-
-def held(trace: Trace, shape: Shape, phase: Phase) -> float:
-    """Bytes at the peak of a pass."""
-    moments = (each for each in trace.moments if each.phase == phase)
-    amounts = ((each.activations, each.casts, each.logits, each.gradients) for each in moments)
-    return max((sum(each.at(shape) for each in parts) for parts in amounts), default=0.0)
+    return all(own <= _MORE * other for own, other in zip(compiled.peaks, trace.peaks, strict=True))

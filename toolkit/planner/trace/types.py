@@ -23,6 +23,9 @@ FORMAT = 3
 CHUNK = 4096
 """Tokens of a row that is traced: at least as many as the output head works on at a time (`models.head_chunk`)."""
 
+_COMPARED = ((1, 512), (2, 4096), (1, 65536))
+"""Sequences and tokens of each."""
+
 Phase = Literal["forward", "backward", "evaluation"]
 Place = Literal["embeddings", "first_layer", "last_layer", "head"]
 
@@ -244,6 +247,18 @@ class Trace:
         parts = begins.activations, begins.casts
         summed = itertools.zip_longest(*(each.per_layer for each in parts), fillvalue=0.0)
         return Amount(per_layer=tuple(map(sum, summed)), block=begins.activations.block)
+
+    def peak(self, shape: Shape, phase: Phase) -> float:
+        """Most bytes that are live in a pass, beside what lives all the time."""
+        moments = (each for each in self.moments if each.phase == phase)
+        amounts = ((each.activations, each.casts, each.logits, each.gradients) for each in moments)
+        return max((sum(each.at(shape) for each in parts) for parts in amounts), default=0.0)
+
+    @functools.cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """The same of short rows and of long ones, by which traces of one model are compared."""
+        shapes = (Shape(self.layers, *each) for each in _COMPARED)
+        return tuple(self.peak(shape, phase) for shape in shapes for phase in ("forward", "backward"))
 
     @property
     def vocabulary(self) -> int:
