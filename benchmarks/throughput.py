@@ -77,13 +77,16 @@ CUDA_JOBS = (
     # The libraries alone multiply in bf16.
     Job("1.2B full, products in fp8", "llama_1b", "full", 4096, 4, 4, settings=("precision=fp8", "compile=layers")),
     Job("1.2B full, pure bf16 and fp8", "llama_1b", "full", 4096, 4, 4, precision="pure_bf16", settings=PURE_FP8),
+    Job("1.2B LoRA", "llama_1b", "lora", 4096, 4, 4),
+    # Beside these the libraries alone keep the base in bf16.
+    Job("1.2B LoRA, base in fp8", "llama_1b", "lora", 4096, 4, 4, settings=(FP8, "compile=layers")),
     Job("1.2B LoRA, checkpointing", "llama_1b", "lora", 4096, 4, 4, True, True, settings=(FULL,)),
     Job("8B LoRA", "llama_8b", "lora", 4096, 2, 2),
     Job("8B LoRA, checkpointing", "llama_8b", "lora", 4096, 4, 4, True, True, settings=(FULL,)),
     Job("8B QLoRA", "llama_8b", "qlora", 4096, 2, 2),
-    # The libraries alone keep the base in bf16.
     Job("8B LoRA, base in fp8", "llama_8b", "lora", 4096, 2, 2, settings=(FP8, "compile=layers")),
     Job("8B LoRA, base in fp8, less kept", "llama_8b", "lora", 4096, 2, 2, settings=(FP8, LESS)),
+    Job("8B LoRA, base in fp8, checkpointing", "llama_8b", "lora", 4096, 4, 4, True, True, settings=(FP8, FULL)),
     # The libraries alone keep AdamW's moments in bf16, four times as many bytes.
     Job("8B full, 8-bit AdamW", "llama_8b", "full", 4096, 2, 2, precision="pure_bf16", settings=(EIGHT_BIT,)),
 )

@@ -12,7 +12,8 @@ from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.hardware.specs import Rate
 from toolkit.planner.plan import Disk
 from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer, link_rate
-from toolkit.planner.speed.step import FUSED, Step, newton_schulz_flops, peak_dtype
+from toolkit.planner.speed.compiled import FUSED
+from toolkit.planner.speed.step import Step, newton_schulz_flops, peak_dtype
 from toolkit.planner.trace.types import Amount, Pass, Tensors, Trace
 from toolkit.planner.workload import Load, Workload
 from toolkit.recipe import Recipe
@@ -132,6 +133,23 @@ def test_launches_add_up_on_a_cpu_and_hide_on_a_gpu() -> None:
 def test_compiled_layers_move_less_within_themselves() -> None:
     saved = step(passes=1).compute - step(passes=1, compile="layers").compute
     assert saved == pytest.approx(2 * (1 - FUSED["value"]) * 4e9 / 0.5e12, rel=1e-6)
+
+
+def test_the_products_of_adapters_move_what_goes_into_compiled_layers_and_comes_out() -> None:
+    """Once forward and twice backward, whose synthetic products are two times the forward pass's: as if recomputed."""
+    base = Tensors("layer", (1000, 3000), 2, False, "base")
+    adapters = (Tensors("layer", (16, 3000), 2, True, "adapter"), Tensors("layer", (1000, 16), 2, True, "adapter"))
+    # Of modules of other forms, and outside of layers.
+    others = (Tensors("layer", (8,), 2, True, "adapter"), Tensors("other", (16, 500), 1, True, "adapter"))
+
+    def moved(on: Hardware, tensors: tuple[Tensors, ...]) -> float:
+        found = step(on, passes=1, tensors=tensors, compile="layers", method={"name": "lora"})
+        return sum(found.passing.values()) * 0.5e12
+
+    apart = moved(device(), (base, *adapters, *others)) - moved(device(), (base, *others))
+    assert apart == pytest.approx((1 + 3) * 2 * 200 * 2 * (3000 + 1000), rel=1e-3)
+    on_cpu = device("cpu")
+    assert moved(on_cpu, (base, *adapters)) == pytest.approx(moved(on_cpu, (base,)), rel=1e-9)
 
 
 def test_transfers_hide_behind_the_passes_they_belong_to() -> None:

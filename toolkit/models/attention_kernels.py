@@ -194,7 +194,7 @@ def varlen_attention(
     longest = (max_length_q or tokens, max_length_k or max_length_q or tokens)
     compute = _on_cpu if query.device.type == "cpu" else _on_gpu
     out = compute(q, k, v, boundaries, longest, scale, sliding_window or 0)
-    return out.unflatten(0, (batch, tokens)), None
+    return out.view(batch, tokens, *out.shape[1:]), None
 
 
 def to_compute(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:

@@ -22,6 +22,7 @@ import torch._functorch.config as partitioning
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.common import in_background
+from toolkit.models.grouped_adapters import group_adapters
 
 _KEPT_FOR_SPEED = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart")
 """What torch keeps although it could be computed again: what products of the backward pass read, and what is made of a
@@ -83,6 +84,7 @@ class CompiledLayers:
         return forward
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
+        group_adapters(graph)
         # Here graphs are divided. torch's cache of them knows these settings: they are a part of its keys.
         with partitioning.patch(dict.fromkeys(_KEPT_FOR_SPEED, not self._elementwise)):
             compiled = torch._dynamo.lookup_backend(self._backend)(graph, inputs)

@@ -21,6 +21,7 @@ from toolkit.planner.memory.teacher import streamed
 from toolkit.planner.pipeline import bubble
 from toolkit.planner.plan import Disk
 from toolkit.planner.speed.communication import HOST, Transfer, inner_link, link_rate
+from toolkit.planner.speed.compiled import FUSED, FUSED_ON_CPU, of_adapters
 from toolkit.planner.trace.types import NOTHING, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Load, Workload
 from toolkit.recipe import Recipe
@@ -59,16 +60,6 @@ cooling make those of a cluster differ by 8%, in some by 22% (Sinha et al. 2022,
 two and four GPUs ask for 0.02 (fms-acceleration, fsdp_qlora) and for more than 0.04 (vectorlm); see docs/plan.md."""
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-FUSED = {"value": 0.43, "low": 0.3, "high": 0.55}
-"""What is left of the bytes that element-wise operations of a layer move, once it is compiled.
-
-Measured on one H100 with rows of 4,096 tokens and torch 2.11, on a model of 1.2B parameters: steps took 0.71 (LoRA with
-checkpointing), 0.72 (LoRA without) and 0.80 (full) of their time, which shares of 0.46, 0.45 and 0.31 explain. Kernels
-that are no longer launched are not counted: calling a compiled layer takes about as long."""
-FUSED_ON_CPU = {"value": 0.6, "low": 0.3, "high": 0.9}
-"""The same on a CPU, measured on one core with AVX2 in fp32, on layers of SmolLM2-135M: steps took 0.90 to 0.94 (LoRA)
-and 0.95 to 0.98 (full) of their time, with rows of 80 and 512 tokens."""
-
 _RESTORING = 7
 """Bytes moved for a number in fp8 that is restored: cast, 1 read and 2 written, and scaled in place, 2 and 2."""
 
@@ -225,22 +216,27 @@ class Step:
         def of(amount: Amount, pairs: float = load.grid) -> float:
             return amount.of(layers, load.padded, pairs, load.longest, share)
 
-        def fused(amount: Amount) -> float:
-            outside = amount.of(0, load.padded, load.grid, load.longest, share)
-            return outside + left * (of(amount) - outside)
+        def within(amount: Amount) -> float:
+            return of(amount) - amount.of(0, load.padded, load.grid, load.longest, share)
 
+        moved = of(each.moved) - (1 - left) * within(each.moved) + of(again)
+        # Backward, layers that are recomputed have the products of the forward pass, too.
+        once = within(self._trace.passes["forward"].matmul)
+        rounds = round(within(each.matmul) / once) if once else 1
+        if left < 1 and device.kind != "cpu":
+            times = rounds + (each is self._trace.passes["backward"])
+            moved += of_adapters(self._trace, load.padded, WIDTH[self._workload.types.compute], times)
         low, stored = self._in_fp8(load)
         product = (1 - low) / (peak * self._of(rates.matmul_in(self._dtype)))
-        spared = 0.0
         if low:
             product += low / (device.flops["fp8"] * self._of(self._hardware.efficiency("fp8").matmul_in("fp8")))
         if low and self._trace.origin == "traced":
             # There they are restored for each product, in the layers: once in a pass, twice where it recomputes them.
-            spared = left * _RESTORING * stored * round(of(each.matmul) / of(self._trace.passes["forward"].matmul))
+            moved -= left * _RESTORING * stored * rounds
         busy = (
             of(each.matmul) * product / self._products(load.padded)
             + of(each.attention, load.attended) / attention
-            + (fused(each.moved) - spared + of(again)) / (device.bandwidth * self._of(rates.bandwidth))
+            + moved / (device.bandwidth * self._of(rates.bandwidth))
         )
         # Seconds are low where rates are high. A GPU computes while Python launches; a CPU does both itself.
         launching = of(each.launches) * getattr(rates.launch_seconds, self._end)
