@@ -25,7 +25,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 def drop_with_layers(model: torch.nn.Module) -> None:
     """Has autocast forget its copies whenever a layer is done in training; the model is changed in place.
 
-    What is evaluated keeps them until its forward pass ends, and what is generated until the last token.
+    What is evaluated keeps them until its forward pass ends, and what is generated until the last token. Gradients of a
+    weight that several layers share are summed in fp32; those of a copy that they shared would be in 16 bits.
     """
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
