@@ -65,6 +65,7 @@ _MORE_CASES = {
     "llama_bf16": _BF16,
     "llama_checkpointing": ["activation_checkpointing=full"],
     "llama_selective": ["activation_checkpointing=selective", *_BF16],
+    "llama_copies_dropped": ["activation_checkpointing=full", *_BF16],
     "llama_lora": [*LORA, *_BF16],
     "llama_lora_cast_once": [
         *(*LORA, *_BF16, "method.r=64"),

@@ -479,6 +479,26 @@ def test_checkpointing_trades_memory_for_work() -> None:
     assert peak(dropped, shape, "forward") < peak(selective, shape, "forward") < peak(kept, shape, "forward")
 
 
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.matrix), "offload"])
+def test_copies_of_layers_that_are_recomputed_are_those_of_one_layer(mode: str) -> None:
+    """No forward pass ends with all of them, beside the gradient of the output head."""
+    every = setting(checkpointing=mode, drops_casts=True)
+    kept, dropped = traced(dataclasses.replace(every, drops_casts=False)), traced(every)
+    hidden, inner, keys = (every.config[key] for key in ("hidden_size", "intermediate_size", "num_key_value_heads"))
+    matrices = 2 * hidden**2 + 2 * hidden * keys * every.config["head_dim"] + 3 * hidden * inner
+    for shape in (Shape(kept.layers, 1, 2048), Shape(kept.layers, 4, 4096)):
+        for accumulating in (False, True):
+            fell = peak(kept, shape, "forward", accumulating) - peak(dropped, shape, "forward", accumulating)
+            assert fell == pytest.approx(2 * kept.layers * matrices, rel=0.1)
+            held = max(each.casts.at(shape) for each in dropped.moments if each.phase == "forward")
+            assert held == 2 * max(matrices, hidden * every.config["vocab_size"])
+        for phase in ("backward", "evaluation"):  # All weights are cast once for what is generated.
+            assert peak(dropped, shape, phase) == peak(kept, shape, phase)
+    assert dropped.passes == kept.passes
+    assert every.key() != dataclasses.replace(every, drops_casts=False).key()
+    assert not every.ends()[0].drops_casts and every.ends()[1] == every
+
+
 def test_a_trace_survives_being_written_and_its_setting_being_traced() -> None:
     asked = setting()
     key = asked.key()

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "report/class_tables": "train/test_heads",
     "recipe/embedding": "recipe/test_rules",
     "models/head_chunk": "models/test_fused_head",
+    "models/cast_choice": "models/test_step_casts",
     "models/sentence_files": "models/test_embedding",
     "train/retrieval": "train/test_embedding",
     "report/scores": "train/test_embedding",

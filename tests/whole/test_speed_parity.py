@@ -39,6 +39,16 @@ def main(arguments):
 """Rows as they come, cut by number and not by tokens; and all logits, attention over padded rows,
 without what compiled layers, adapters that are cast once in a step or are added by their product would save."""
 
+HELD = """
+import toolkit.train.main as run
+import toolkit.train.setup as setup
+
+def main(arguments):
+    setup.drops_casts = lambda recipe: False
+    return run.main(arguments)
+"""
+"""With copies of all weights until the forward pass ends."""
+
 # Nor do updates of a size of their own follow from rounding, see `matrix.py`.
 CAREFUL = ["optimizer.learning_rate=1e-3", "optimizer.eps=1e-5"]
 LORA = ["method.name=lora", "method.lora_dropout=0"]
@@ -51,6 +61,7 @@ place = small.place_with("llama")
 def entry(place: Path) -> None:
     """A module beside the data with the slow ways."""
     (place / "slow.py").write_text(SLOW, encoding="utf-8")
+    (place / "held.py").write_text(HELD, encoding="utf-8")
     (place / "by_number.py").write_text("from slow import by_number as main\n", encoding="utf-8")
 
 
@@ -78,6 +89,15 @@ def test_rows_dealt_by_tokens_train_as_rows_dealt_by_number(place: Path, ranks: 
     by_tokens, _ = trained(place, ranks, "tokens", "toolkit.run")
     by_number, _ = trained(place, ranks, "number", "by_number")
     check_equal(by_tokens, by_number, FP32)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_copies_of_weights_that_go_with_their_layers_change_no_digit(mode: str, place: Path, ranks: Ranks) -> None:
+    common = ["precision=bf16", f"activation_checkpointing={mode}", "batch.micro_batch_size=2", "strategy=ddp"]
+    dropped, _ = trained(place, ranks, "dropped", "toolkit.run", *common)
+    held, _ = trained(place, ranks, "held", "held", *common)
+    assert dropped == held and len(held["loss"]) == 3
 
 
 @pytest.mark.parametrize(

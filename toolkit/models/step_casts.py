@@ -1,10 +1,14 @@
-"""One 16-bit copy of fp32 weights for a whole optimizer step, whatever its micro-batches and what is recomputed.
+"""Autocast's 16-bit copies of fp32 weights: one for a whole optimizer step, or none that outlives its layer.
 
 Autocast keeps the copies that it makes until the outermost `autocast` of a thread ends, and a forward pass is one: each
 micro-batch, and each layer that is recomputed, would make its own. torch counts how deep it is; one level more, in
-which nothing is computed, and they stay. They cost 16 bits of every trained parameter, so adapters alone are kept;
-and in a pipeline, whose micro-batches on their way would have a copy each of what is not recomputed, all weights.
-The alternative, 16-bit parameters whose masters lie elsewhere, would sum gradients in 16 bits.
+which nothing is computed, and they stay: of few parameters, see `cast_choice.keeps_casts`. The alternative, 16-bit
+parameters whose masters lie elsewhere, would sum gradients in 16 bits.
+
+Of all parameters they are many, and with layers that are recomputed no copy is read once its layer is done. Autocast
+is then told to forget them, layer by layer. Having it make none that it keeps (`cache_enabled=False`) would do the same
+for training, but accelerate's `autocast` is also around what is generated: there every token would cast all weights
+anew, which moves four times the bytes. So would each tile of an MLP in `tiled_mlp`.
 """
 
 from __future__ import annotations
@@ -12,16 +16,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.recipe import Recipe
+
+def drop_with_layers(model: torch.nn.Module) -> None:
+    """Has autocast forget its copies whenever a layer is done in training; the model is changed in place.
+
+    What is evaluated keeps them until its forward pass ends, and what is generated until the last token. Gradients of a
+    weight that several layers share are summed in fp32; those of a copy that they shared would be in 16 bits.
+    """
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.register_forward_hook(_drop)
 
 
-def keeps_casts(recipe: Recipe) -> bool:
-    """Whether copies stay for a step in which there are any."""
-    piped = recipe.parallel.pipeline > 1 and not recipe.activation_checkpointing.of_all_layers
-    return piped or recipe.method.name == "lora"
+def _drop(layer: torch.nn.Module, *_: Any) -> None:
+    if layer.training:
+        torch.clear_autocast_cache()
 
 
 class StepCasts:

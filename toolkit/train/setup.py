@@ -29,12 +29,13 @@ from toolkit.files import check_disk, write_json
 from toolkit.models import attention, attention_kernels, compiled_layers, device
 from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
+from toolkit.models.cast_choice import drops_casts, keeps_casts
 from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
 from toolkit.models.parts import divide_model, require_plans
 from toolkit.models.pipeline import elsewhere, split_layers
-from toolkit.models.step_casts import StepCasts, keeps_casts
+from toolkit.models.step_casts import StepCasts, drop_with_layers
 from toolkit.models.teacher import check_vocabulary, load_teacher, open_teacher
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.build import run_folder_bytes
@@ -218,6 +219,8 @@ def set_up(
     # Compiled layers make their copies themselves, in one kernel with what reads them where they can.
     if types.autocast and not compiles and keeps_casts(recipe):
         trainer.casts = StepCasts()
+    if drops_casts(recipe):
+        drop_with_layers(trainer.model)
     if not isinstance(prepared.train, Stream):
         trainer.batches = micro_batches(recipe, prepared.train, trainer.data_collator, layout, length.total_steps)
     if not folder.resume_from and not recipe.model.adapter:

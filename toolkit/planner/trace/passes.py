@@ -23,6 +23,7 @@ from toolkit.models.head_choice import asks_routers
 from toolkit.models.head_chunk import head_chunk
 from toolkit.models.output_head import HeadChoice, OutputHead
 from toolkit.models.pair_head import PairHead
+from toolkit.models.step_casts import drop_with_layers
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import Shallow
@@ -136,6 +137,8 @@ def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice, compiled: C
         kwargs.pop("selective", None)
         base.activation_checkpointing_enable(kwargs, every_n_layers=every, offload=offload)
     tile_mlps(base, setting.mlp_tiles)
+    if setting.drops_casts:
+        drop_with_layers(base)
     if setting.objective == "seq2seq":
         PairHead(base, choice)
     elif setting.objective not in HEADED:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention
+from toolkit.models.cast_choice import drops_casts
 from toolkit.models.head_chunk import ON_CPU
 from toolkit.planner.trace.types import CHUNK, FORMAT
 from toolkit.recipe import Recipe, model_configs
@@ -64,6 +65,7 @@ class Setting:
         context: Processes that share each row by gathering keys and values.
         expert: Processes that divide the experts of each layer.
         compiled: Whether the layers are compiled, which then keep other tensors for the backward pass.
+        drops_casts: Whether autocast's copies of weights go with their layers, see `cast_choice`.
     """
 
     config: Mapping[str, Any]
@@ -86,6 +88,7 @@ class Setting:
     context: int = 1
     expert: int = 1
     compiled: bool = False
+    drops_casts: bool = False
 
     def in_bf16(self) -> Setting:
         """The same in bf16 where this is in fp16: as many bytes and, but for a model's own clamps, the same kernels."""
@@ -96,7 +99,7 @@ class Setting:
     def ends(self) -> tuple[Setting, Setting]:
         """The same with no layer checkpointed, and with every one."""
         every = dataclasses.replace(self, every_n_layers=1)
-        return dataclasses.replace(every, checkpointing="none"), every
+        return dataclasses.replace(every, checkpointing="none", drops_casts=False), every
 
     def key(self) -> str:
         """A name for the trace of this setting; changes with the libraries that are traced."""
@@ -114,8 +117,9 @@ class Setting:
         for dimension in ("tensor", "context", "expert", "mlp_tiles"):
             if content[dimension] == 1:
                 del content[dimension]  # Traces are older than it.
-        if not self.compiled:
-            del content["compiled"]  # As above.
+        for way in ("compiled", "drops_casts"):
+            if not content[way]:
+                del content[way]  # As above.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
         return _hash(content)
 
@@ -165,6 +169,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         tensor=recipe.parallel.tensor,
         context=recipe.parallel.context,
         expert=recipe.parallel.expert,
+        drops_casts=drops_casts(recipe),
     )
 
 
