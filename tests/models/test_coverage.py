@@ -85,7 +85,7 @@ def test_counts_and_plan_say_what_adapters_reach() -> None:
     assert 0 < attention["reached"] < attention["base"] / 2 < everywhere["reached"] < everywhere["base"]
     assert attention["base"] == everywhere["base"]
     shares = Parameters(**attention).shares
-    assert shares == f"training reaches {attention['reached'] / attention['base']:.1%} of it"
+    assert shares == f"training reaches {attention['reached'] / attention['base']:.1%} of the base"
     plan = estimate(load_checked("qwen3_30b_a3b_lora").recipe, "mixture", find("h200"), advice=False)
     assert [each for each in plan.notes if "do not reach the experts, which are 9" in each]
 

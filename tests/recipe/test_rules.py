@@ -138,6 +138,15 @@ def test_broken_rule_names_no_line_for_a_default_whatever_else_its_section_says(
     assert problem.startswith("method: ") and "recipes/mine.yaml:4" in problem
 
 
+def test_a_value_that_is_none_is_not_told_what_the_default_breaks() -> None:
+    """The model has 512 positions and the default is 2,048: nobody wrote that."""
+    Path("falcon/config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
+    short = ("model.path=falcon", "seed=3")
+    assert "positions" in broken_by((*short, "data.packing=true"))[0]
+    (problem,) = broken_by((*short, "batch.seq_len=long"))
+    assert "given    long" in problem
+
+
 @pytest.mark.parametrize(
     ("written", "typed", "warned"),
     [

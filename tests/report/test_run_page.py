@@ -16,6 +16,7 @@ from example_run import example_run
 from pages import Page, eval_line, step_line, write_metrics
 
 from toolkit.common import UserError
+from toolkit.files import write_json
 from toolkit.report.charts import MAX_POINTS
 from toolkit.report.run_page import write_report
 
@@ -232,6 +233,16 @@ def test_gpu_memory_is_shown_where_it_was_measured(tmp_path: Path) -> None:
     text = Page(write_report(tmp_path / "run").read_text(encoding="utf-8")).text
     assert "Peak memory 2 GiB GPU" in text
     assert "GPU memory, GiB" in text
+
+
+def test_the_peak_of_memory_is_that_of_the_whole_run(tmp_path: Path) -> None:
+    """Answers to prompts and the saving of the model come after the last line of the metrics."""
+    write_metrics(tmp_path / "run", step_line(1), step_line(2))
+    write_json(tmp_path / "run" / "manifest.json", {"peak_memory_bytes": 5 * 2**30})
+    assert "Peak memory 5 GiB host" in Page(write_report(tmp_path / "run").read_text(encoding="utf-8")).text
+    write_metrics(tmp_path / "run", step_line(1, device_memory_bytes=2**30), step_line(2))
+    write_json(tmp_path / "run" / "manifest.json", {"measured": {"allocated": 2**31}, "peak_memory_bytes": 5 * 2**30})
+    assert "Peak memory 2 GiB GPU" in Page(write_report(tmp_path / "run").read_text(encoding="utf-8")).text
 
 
 def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:

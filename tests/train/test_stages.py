@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from small import LORA, place_with
+from transformers import AutoModelForCausalLM
 
 from toolkit.recipe import RecipeError
 from toolkit.recipe.rules import load_checked
@@ -42,6 +45,23 @@ def test_each_stage_begins_where_the_last_one_ended() -> None:
     assert "runs/first/final, then runs/second/final" in (third / "final" / "README.md").read_text(encoding="utf-8")
     # The last adapter holds all stages, and stands on the base itself.
     merge([second], second / "merged")
+
+
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens", "lm_head"]], ids=",".join)
+def test_an_adapter_that_has_parted_tied_embeddings_is_refused(
+    saved: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT parts them by default. As one weight the model would begin as another one than the adapter's."""
+    model = AutoModelForCausalLM.from_pretrained("llama")
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    adapted: Any = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved, task_type="CAUSAL_LM")
+    )
+    with torch.no_grad():
+        adapted.get_output_embeddings().weight.mul_(1.1)
+    adapted.save_pretrained("parted")
+    assert main(["recipe=small", "model.adapter=parted", *LORA, f"output.name=parted_{len(saved)}"]) != 0
+    assert "parted has trained embeddings apart from the output head" in capsys.readouterr().err
 
 
 def test_rank_and_targets_are_the_adapters_and_what_is_stated_must_agree() -> None:

@@ -121,7 +121,7 @@ def add_method(
             if isinstance(module, BaseTunerLayer):
                 module.cast_input_dtype_enabled = False  # type: ignore[attr-defined]
     if recipe.model.adapter:
-        _load_adapter(adapted, recipe.model.adapter)
+        _load_adapter(adapted, recipe.model.adapter, tied)
     add_by_product(adapted)
     return adapted
 
@@ -176,13 +176,18 @@ def of_twice_the_rank(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _load_adapter(adapted: Any, folder: str) -> None:
-    """Reads the weights of a saved adapter into one of the same rank and targets."""
+def _load_adapter(adapted: Any, folder: str, tied: bool) -> None:
+    """Reads the weights of a saved adapter into one of the same rank and targets, whose embeddings may be tied."""
     from peft import set_peft_model_state_dict
     from peft.utils import load_peft_weights
 
     try:
-        result: Any = set_peft_model_state_dict(adapted, load_peft_weights(folder, device="cpu"))
+        weights = load_peft_weights(folder, device="cpu")
+        if tied:
+            _require_tied(weights, folder)
+        result: Any = set_peft_model_state_dict(adapted, weights)
+    except UserError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"model.adapter: {folder} does not fit this model: {first_line(error)}",
@@ -197,6 +202,16 @@ def _load_adapter(adapted: Any, folder: str) -> None:
         raise UserError(
             f"model.adapter: {folder} and this model differ in {len(missing)} weights, such as {missing[0]}",
             "set model.path to the model that it was trained on",
+        )
+
+
+def _require_tied(weights: dict[str, torch.Tensor], folder: str) -> None:
+    """PEFT parts tied embeddings unless it is told not to; of two that differ one would be lost."""
+    ends = [each for name, each in weights.items() if name.endswith(("embed_tokens.weight", "lm_head.weight"))]
+    if len(ends) != 2 or not torch.equal(*ends):
+        raise UserError(
+            f"model.adapter: {folder} has trained embeddings apart from the output head, which are one in this model",
+            "merge it into its base by PEFT, with tie_word_embeddings=false, and set model.path to the result",
         )
 
 

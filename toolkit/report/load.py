@@ -70,8 +70,10 @@ class Parameters(BaseModel):
         """What share of the base is quantized, and what share can change; empty for runs that did not count it."""
         if not self.base:
             return ""
-        quantized = f"{self.quantized / self.base:.1%} of the base is quantized, " if self.quantized else ""
-        return f"{quantized}training reaches {self.reached / self.base:.1%} of it"
+        reached = f"training reaches {self.reached / self.base:.1%} of"
+        if not self.quantized:
+            return f"{reached} the base"
+        return f"{self.quantized / self.base:.1%} of the base is quantized, {reached} it"
 
 
 class Measured(Partial):
@@ -235,11 +237,13 @@ class Record:
 
     @property
     def peak_memory(self) -> tuple[str, float] | None:
-        """What was measured (`GPU` or `host`) and its largest value in bytes."""
-        for key, device in (("device_memory_bytes", "GPU"), ("memory_bytes", "host")):
-            values = finite(self.training + self.evaluations, key)
-            if values:
-                return device, max(values)
+        """What was measured (`GPU` or `host`) and its largest value in bytes, also after the last line of the
+        metrics."""
+        at_end, rows = self.manifest, self.training + self.evaluations
+        if values := finite(rows, "device_memory_bytes"):
+            return "GPU", max(*values, at_end.measured.allocated or 0 if at_end.measured else 0)
+        if values := finite(rows, "memory_bytes"):
+            return "host", max(*values, at_end.peak_memory_bytes or 0)
         return None
 
     @property

@@ -102,6 +102,7 @@ def _trace_in_worker(setting: Setting) -> Trace:
             ways = f"{setting.method['name']}, checkpointing {setting.checkpointing}, attention {setting.attention}"
             sizes = {way: getattr(setting, way) for way in ("tensor", "context", "expert")}
             ways += "".join(f", parallel.{way} {size}" for way, size in sizes.items() if size > 1)
+            ways += ", layers compiled" if setting.compiled else ""
             _log.info("tracing this model for the first time: method %s", ways)
             answer = ask({"trace": dataclasses.asdict(setting)})
             if answer.get("error", "").startswith(TimeoutError.__name__):

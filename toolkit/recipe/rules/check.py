@@ -144,7 +144,10 @@ def _load_checked(name: str, overrides: Sequence[str], folder: str | Path | None
     except RecipeError as error:
         if error.partial is None:
             raise
-        raise RecipeError(error.name, error.problems + check(error.partial, error.origins)) from None
+        # Where a value is no value the rules see the default, which stands nowhere in the recipe.
+        wrong = {problem.path for problem in error.problems}
+        broken = [each for each in check(error.partial, error.origins) if each.path not in wrong]
+        raise RecipeError(error.name, error.problems + broken) from None
     if broken := check(loaded.recipe, loaded.origins, texts=loaded.texts):
         raise RecipeError(loaded.name, broken)
     warnings = [*loaded.warnings, *check(loaded.recipe, loaded.origins, texts=loaded.texts, warns=True)]
