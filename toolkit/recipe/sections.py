@@ -81,7 +81,8 @@ class Method(Section):
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Values of modules that differ from `lora_alpha`, written like `rank_pattern`."""
     modules_to_save: list[str] = []
-    """Modules trained in full beside the LoRA adapters, e.g. `[embed_tokens, lm_head]`."""
+    """Modules trained in full beside the LoRA adapters, e.g. `[embed_tokens, lm_head]`. Embeddings that the model ties
+    to its head stay tied, as PEFT by itself would not keep them."""
     init_lora_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora", "eva", "loftq"] = "default"
     """How adapters begin: `default` and `gaussian` with one matrix at zero, `orthogonal` with a product of zero,
     `pissa` (largest singular values) and `olora` (QR) with a part of the base, which is published as an adapter of
