@@ -114,8 +114,10 @@ def test_sides_that_no_unit_takes_and_routers_are_passed_over() -> None:
         layer.mlp.gate = nn.Linear(64, 128)
     multiply_in_fp8(model, "tensorwise")
     assert not any(name.endswith(".gate") for name in in_fp8(model))
-    with pytest.raises(UserError, match="no linear layer between"):
-        multiply_in_fp8(deep(num_hidden_layers=2), "tensorwise")
+    for model in (deep(num_hidden_layers=2), deep(hidden_size=72)):
+        assert not model_configs.multiplies_in_fp8(model.config.to_dict()), "a plan says so before the run does"
+        with pytest.raises(UserError, match="no linear layer between"):
+            multiply_in_fp8(model, "tensorwise")
 
 
 @pytest.mark.matrix

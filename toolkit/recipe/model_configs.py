@@ -235,9 +235,10 @@ def hides_linear_layers(config: Mapping[str, Any]) -> bool:
 
 
 def multiplies_in_fp8(config: Mapping[str, Any]) -> bool:
-    """Whether there is a linear layer between the first and the last layer, see `models.fp8_products`."""
+    """Whether there is a linear layer between the first and the last layer with sides that can, see
+    `models.fp8_products`."""
     kind, layers = text_config(config).get("model_type"), num_layers(config)
-    return kind not in _NO_LINEAR_LAYERS and (layers is None or layers > 2)
+    return kind not in _NO_LINEAR_LAYERS and (layers is None or layers > 2) and (width(config) or 0) % 16 == 0
 
 
 def adapts_experts(targets: str | Collection[str], config: Mapping[str, Any]) -> bool:

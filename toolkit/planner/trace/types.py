@@ -240,6 +240,20 @@ class Trace:
             self, tensors=tuple(joined(each) if each.parts > 1 else each for each in self.tensors)
         )
 
+    def scored_twice(self) -> Trace:
+        """The same with logits that the backward pass forms anew, as it does for a trained head by whose scores tokens
+        count differently in the loss (`models.fused_head`)."""
+        matrices = {each.place: each for each in self.tensors if len(each.shape) == 2}
+        head = matrices.get("head", matrices.get("embeddings"))
+        if head is None or not head.trained or not self.fused_head:
+            return self
+        product = Amount(fixed=(0.0, -2.0 * head.numel))
+        again = {
+            name: dataclasses.replace(self.passes[name], matmul=self.passes[name].matmul.less(product))
+            for name in ("backward", "recompute")
+        }
+        return dataclasses.replace(self, passes={**self.passes, **again})
+
     @property
     def kept(self) -> Amount:
         """Bytes that the layers keep for the backward pass, as they are when it begins."""

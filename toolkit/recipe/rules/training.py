@@ -142,7 +142,8 @@ TRAINING_RULES = {
     "fp8-nothing": Rule(
         "precision",
         lambda r, c: r.precision in FP8_SCALING and c and not model_configs.multiplies_in_fp8(c),
-        "the first and the last layer stay in bf16, and between them {model_type} has no linear layer of torch's own",
+        "the first and the last layer stay in bf16, and between them {model_type} has no linear layer of torch's own "
+        "with sides that are multiples of 16",
         "set precision={r.in_bf16}",
     ),
     "optimizer-own-keys": Rule(
