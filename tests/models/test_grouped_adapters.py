@@ -112,6 +112,7 @@ def test_losses_and_gradients_are_those_of_each_on_its_own(settings: dict[str, A
         assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+@pytest.mark.matrix
 def test_in_16_bits_they_are_as_near_to_fp32() -> None:
     exact, _, _ = compiled(PLAIN)
     plain, model, _ = compiled(PLAIN, torch.bfloat16)
@@ -131,6 +132,7 @@ def test_rows_that_are_dropped_out_differ_and_have_products_of_their_own() -> No
     assert sorted(down) == sorted(APART)
 
 
+@pytest.mark.matrix
 def test_weights_that_are_no_adapters_stay_apart() -> None:
     """To join what is trained in full would copy it in every pass."""
     torch._dynamo.reset()
