@@ -118,7 +118,7 @@ def test_compiled_code_of_another_user_is_not_run(shared: Path) -> None:
 
 
 def test_folders_of_strangers_on_a_drive_stay_as_they_are(shared: Path) -> None:
-    drive, own = shared / "drive", shared / "home" / "toolkit-own"
+    drive = shared / "drive"
     for name, mode in (("toolkit-host-0-1", 0o755), ("toolkit-host-0-2", 0o700)):
         (drive / name).mkdir(parents=True)
         (drive / name / ".lock").touch()
@@ -126,7 +126,7 @@ def test_folders_of_strangers_on_a_drive_stay_as_they_are(shared: Path) -> None:
     drive.chmod(0o777)
     code = (
         f"root = Path({str(drive)!r}); (root / 'toolkit-mine').mkdir(); (root / 'toolkit-mine' / '.lock').touch()\n"
-        f"nvme.remove_abandoned(root, 'toolkit-*', Path({str(own)!r})); print(len(list(root.iterdir())))"
+        f"nvme.remove_abandoned(root, 'toolkit-*', 'toolkit-own'); print(len(list(root.iterdir())))"
     )
     done = as_nobody(shared, "from pathlib import Path; from toolkit.distributed import nvme", code)
     assert done.stdout == "2\n", done.stderr

@@ -49,7 +49,7 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
         if world.local_rank == 0:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             stack.enter_context(locked(folder / ".lock", timeout=0))
-            remove_abandoned(root, "toolkit-*", folder)
+            remove_abandoned(root, "toolkit-*", spared=folder.name)
             check_disk(
                 root,
                 need(),
@@ -60,12 +60,19 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
         yield folder
 
 
-def remove_abandoned(root: Path, pattern: str, own: Path | None = None) -> None:
-    """Removes folders of this user's launches that were killed: nobody holds their lock any more."""
+def remove_abandoned(root: Path, pattern: str, spared: str = "") -> None:
+    """Removes folders of this user's launches that were killed: nobody holds their lock any more.
+
+    Args:
+        pattern: Of their names.
+        spared: Of the names of those that stay.
+    """
     for folder in root.glob(pattern):
         # A stranger's may not be looked into.
         with contextlib.suppress(Timeout, OSError):
-            if folder != own and folder.lstat().st_uid == os.geteuid() and (folder / ".lock").is_file():
+            if spared and folder.match(spared):
+                continue
+            if folder.lstat().st_uid == os.geteuid() and (folder / ".lock").is_file():
                 with locked(folder / ".lock", timeout=0):
                     shutil.rmtree(folder, ignore_errors=True)
 

@@ -42,8 +42,9 @@ _STREAMS = 8
 
 
 def remove_dead(root: Path, own: Path | None = None) -> None:
-    """Removes what runs of this user that were killed have left on this machine, but for one."""
-    remove_abandoned(root, f"{_FOLDERS}*", own)
+    """Removes what runs of this user that were killed have left on this machine, but for the run of one folder: where
+    its machines share a disk, the others may not have taken theirs yet."""
+    remove_abandoned(root, f"{_FOLDERS}*", spared=f"*-{own.name.rpartition('-')[2]}" if own else "")
 
 
 class FastFolder:
