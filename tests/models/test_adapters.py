@@ -141,3 +141,13 @@ def test_linear_layers_that_are_no_plain_products_get_no_adapter(kind: str, laye
     with pytest.raises(UserError, match=f"remove {layer} from method.target_modules"):
         asked = recipe({"method.target_modules": [layer]})
         add_method(tiny_model(models_doc.stated(kind, "sft"), "sft"), asked, dtypes(asked))
+
+
+def test_an_adapter_whose_embeddings_stayed_tied_is_gone_on_with() -> None:
+    begun = adapted("method.modules_to_save=[embed_tokens]")
+    with torch.no_grad():
+        begun.get_output_embeddings().weight.mul_(1.1)
+    begun.save_pretrained("begun")
+    after = adapted("method.modules_to_save=[model.embed_tokens]", "model.adapter=begun")
+    for each in (after.get_input_embeddings(), after.get_output_embeddings()):
+        assert torch.equal(each.weight, begun.get_output_embeddings().weight)
