@@ -87,27 +87,35 @@ def test_what_is_printed_trains_the_same(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-@pytest.mark.slow
-def test_nine_runs_killed_half_way_go_on_where_they_were(place: Path) -> None:
-    asked = command("learning_rate=1e-3,2e-3,3e-3", "seed=1,2,3", "output.dir=nine")
-    folder = place / "nine" / "small-sweep"
+@pytest.mark.parametrize(
+    ("rates", "seeds", "ended"),
+    [
+        pytest.param("1e-3,2e-3", "1,2", 2, marks=pytest.mark.slow),
+        pytest.param("1e-3,2e-3,3e-3", "1,2,3", 4, marks=pytest.mark.matrix),
+    ],
+    ids=["four", "nine"],
+)
+def test_runs_killed_half_way_go_on_where_they_were(rates: str, seeds: str, ended: int, place: Path) -> None:
+    count = len(rates.split(",")) * len(seeds.split(","))
+    asked = command(f"learning_rate={rates}", f"seed={seeds}", f"output.dir=killed-{count}")
+    folder = place / f"killed-{count}" / "small-sweep"
     first = subprocess.Popen(asked, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     done: list[Path] = []
-    while len(done) < 4 and first.poll() is None:
+    while len(done) < ended and first.poll() is None:
         time.sleep(0.2)
         done = [each for each in folder.glob("*/") if read_manifest(each)[0].status == "finished"]
     os.kill(first.pid, signal.SIGKILL)
-    assert len(done) == 4, first.communicate()[0].decode()
+    assert len(done) == ended, first.communicate()[0].decode()
     first.wait()
     before = {each: (each / "final").stat().st_mtime_ns for each in done}
 
     again = subprocess.run(asked, env=environment(), capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     runs = sorted(folder.glob("*/"))
-    assert len(runs) == 9 and all(read_manifest(each)[0].status == "finished" for each in runs)
-    assert again.stderr.count("finished before") >= 4
+    assert len(runs) == count and all(read_manifest(each)[0].status == "finished" for each in runs)
+    assert again.stderr.count("finished before") >= ended
     assert {each: (each / "final").stat().st_mtime_ns for each in done} == before
-    assert len({tuple(losses(each)) for each in runs}) == 3, "the first step's loss depends on the seed alone"
+    assert len({tuple(losses(each)) for each in runs}) == len(seeds.split(",")), "the first step's loss depends on the seed alone"
     assert "learning_rate" in again.stdout and (folder / PAGE).is_file()
 
     changed = subprocess.run([*asked, "batch.seq_len=64"], env=environment(), capture_output=True, text=True)

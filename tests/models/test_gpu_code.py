@@ -11,9 +11,6 @@ from typing import Any
 import gpu_code
 import pytest
 
-ALWAYS = "full"
-
-
 def made(capability: str, *cases: str) -> Any:
     command = [sys.executable, gpu_code.__file__, capability, *cases]
     environ = {**os.environ, **gpu_code.environment()}
@@ -24,13 +21,13 @@ def made(capability: str, *cases: str) -> Any:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("capability", "cases"),
     [
-        pytest.param("9.0", (ALWAYS,), marks=pytest.mark.slow),
-        pytest.param("9.0", tuple(each for each in gpu_code.CASES if each != ALWAYS), marks=pytest.mark.matrix),
-        pytest.param("8.0", (ALWAYS, "adapters", "adapters, base in nf4"), marks=pytest.mark.matrix),
-        pytest.param("12.0", ("full, products in fp8", "adapters, base in fp8, less kept"), marks=pytest.mark.matrix),
+        ("9.0", tuple(gpu_code.CASES)),
+        ("8.0", ("full", "adapters", "adapters, base in nf4")),
+        ("12.0", ("full, products in fp8", "adapters, base in fp8, less kept")),
     ],
 )
 def test_a_layer_is_one_graph_whose_kernels_compile(capability: str, cases: tuple[str, ...]) -> None:

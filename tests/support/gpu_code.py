@@ -2,7 +2,7 @@
 
 Run as a process of its own, with `environment()`, a compute capability and cases; prints as JSON of each how many
 graphs its layers are, how many kernels were compiled, and the bytes that they and the products move. Tensors are fake,
-and torch is told of a GPU on which nothing can be allocated. `head` compiles what the output head runs.
+and torch is told of a GPU (`host_gpu.py`). `head` compiles what the output head runs.
 """
 
 from __future__ import annotations
@@ -10,33 +10,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import host_gpu
 import interpreter
 import torch
 from bitsandbytes.functional import QuantState
-from filelock import FileLock
 
-SOURCE = Path(__file__).with_name("no_cuda.cpp")
 TOKENS = 256
 
 
 def environment() -> dict[str, str]:
     """Variables of the process, with Triton and a library that is the GPU."""
-    place = Path(torch.__file__).parent
-    library = Path(os.environ["TOOLKIT_CACHE"], "installed", f"no_cuda_{torch.__version__}.so")
-    with FileLock(f"{library}.lock"):
-        if not library.is_file() or library.stat().st_mtime < SOURCE.stat().st_mtime:
-            links = [f"-L{place / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{place / 'lib'}"]
-            options = ["-shared", "-fPIC", "-std=c++20", f"-I{place / 'include'}"]
-            subprocess.run(["g++", *options, SOURCE, "-o", library, *links], check=True, timeout=300)
-    return {"PYTHONPATH": interpreter.paths(), "LD_PRELOAD": str(library)}
+    return {"PYTHONPATH": interpreter.paths(), **host_gpu.environment()}
 
 
 def pretend(major: int, minor: int) -> None:
@@ -48,13 +37,7 @@ def pretend(major: int, minor: int) -> None:
     from torch.utils import _triton
     from triton.backends.compiler import GPUTarget
 
-    # Of an H100; what code is made of depends on the sizes.
-    card = SimpleNamespace(
-        major=major, minor=minor, multi_processor_count=132, regs_per_multiprocessor=65536, warp_size=32,
-        max_threads_per_multi_processor=2048, max_threads_per_block=1024, shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472, shared_memory_per_block=49152, L2_cache_size=50 * 2**20,
-        total_memory=80 * 2**30, name="GPU", gcnArchName="", is_integrated=False,
-    )  # fmt: skip
+    card = host_gpu.properties(major, minor)  # What code is made of depends on the sizes.
     target = GPUTarget("cuda", 10 * major + minor, 32)
     driver = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
     triton.runtime.driver.set_active(driver)

@@ -100,6 +100,21 @@ def _from_cache() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
+def prepare(backend: str) -> None:
+    """Has Transformers compute attention as a backend is meant to on this device.
+
+    Args:
+        backend: A key of `attention.IMPLEMENTATIONS`.
+    """
+    if backend == "torch_varlen":
+        register()
+    if backend == "flex":
+        fit_flex(device.capability())
+    find_documents(by_positions=backend not in attention.VARLEN)
+    if torch.cuda.is_available():
+        repeat_shared_heads(device.capability())
+
+
 def register() -> None:
     """Makes `attn_implementation="torch_varlen"` known to Transformers."""
     from transformers import AttentionInterface
@@ -108,6 +123,23 @@ def register() -> None:
     AttentionInterface.register("torch_varlen", varlen_attention)
     # Boundaries of documents travel in cu_seq_lens, so there is a mask only where somebody else pads rows.
     ALL_MASK_ATTENTION_FUNCTIONS.register("torch_varlen", flash_attention_mask)
+
+
+def find_documents(by_positions: bool) -> None:
+    """Whether Transformers looks for documents in the positions of rows that have no mask.
+
+    Kernels that are told lengths have no use for what it finds, and to learn whether there is anything the host waits
+    for the device, in every micro-batch.
+    """
+    from transformers import masking_utils
+
+    finds = inspect.unwrap(masking_utils.find_packed_sequence_indices)
+
+    @functools.wraps(finds)
+    def found(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return finds(position_ids) if by_positions else None
+
+    masking_utils.find_packed_sequence_indices = found
 
 
 def fit_flex(capability: str | None) -> None:

@@ -6,7 +6,7 @@ with numbers that count AMD's generations (`gfx942` is 9.4), so nothing may be c
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,12 @@ def kind() -> Literal["cuda", "rocm", "cpu"]:
 def current() -> int | str:
     """Where this process keeps its model: the number of its GPU, or `cpu`."""
     return "cpu" if kind() == "cpu" else torch.cuda.current_device()
+
+
+def sent(numbers: Any, to: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers that the host has, as a tensor on a device: from pinned memory, or the host would wait for the device."""
+    here = torch.as_tensor(numbers, dtype=dtype)
+    return (here.pin_memory() if to.type == "cuda" else here).to(to, non_blocking=True)
 
 
 def capability() -> str | None:

@@ -84,7 +84,7 @@ def _differs(config: Any, device: torch.device | str) -> str:
         model: Any = tiny_model(copy.deepcopy(config), "sft")
     model = model.to(device=device, dtype=torch.float32).eval()
     known = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(known, (2, 24), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(known, (2, 8), generator=torch.Generator().manual_seed(0)).to(device)
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

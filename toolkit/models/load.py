@@ -194,14 +194,9 @@ class ModelSource:
         Raises:
             UserError: If the files cannot be read, or cannot be quantized as the recipe asks.
         """
-        if backend == "torch_varlen":
-            attention_kernels.register()
-        if backend == "flex":
-            attention_kernels.fit_flex(device.capability())
+        attention_kernels.prepare(backend)
         experts.autocast_grouped_products()
         experts.quantize_fused()
-        if torch.cuda.is_available():
-            attention_kernels.repeat_shared_heads(device.capability())
         arguments: dict[str, Any] = {
             "dtype": getattr(torch, self._read_in(dtypes)),
             "attn_implementation": attention_kernels.implementation(backend),

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from toolkit.models.device import sent
 from toolkit.recipe.reinforcement import Policy
 
 _SPREAD = 1e-4
@@ -64,7 +65,7 @@ def server_weights(
     """
     apart = before - served
     if objective == "rloo":
-        sizes = torch.tensor(counts, device=apart.device)
+        sizes = sent(counts, apart.device)
         apart = torch.stack([part.sum() for part in apart.split(counts)])
         apart = apart.repeat_interleave(sizes, output_size=len(before))
     return apart.exp().clamp(max=settings.server_cap)
@@ -124,7 +125,7 @@ def policy_losses(
         weights: (T,) what the tokens count, where another than the policy drew them, see `server_weights`.
     """
     low, high = settings.bounds
-    sizes = torch.tensor(counts, device=log_probs.device)
+    sizes = sent(counts, log_probs.device)
 
     def summed(each: torch.Tensor) -> torch.Tensor:
         return torch.stack([part.sum() for part in each.split(counts)])

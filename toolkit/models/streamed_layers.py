@@ -42,6 +42,9 @@ def stream_layers(model: Any, device: torch.device, key: str) -> None:
         _put(kept)
         layer.register_forward_pre_hook(lambda _, args, kept=kept: _fetch(kept, device))
         layer.register_forward_hook(lambda *_, kept=kept: _put(kept), always_call=True)
+        # What keeps documents apart is asked by gradients of inputs.
+        layer.register_full_backward_pre_hook(lambda *_, kept=kept: _fetch(kept, device))
+        layer.register_full_backward_hook(lambda *_, kept=kept: _put(kept))
 
 
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from toolkit.data.own_answers import prompt_lengths, writable
 from toolkit.data.rows import IGNORE
 from toolkit.distributed.engines import teacher_dtype
 from toolkit.models.coverage import stored_form
+from toolkit.models.device import sent
 from toolkit.models.distillation import FIGURES, Divergence
 from toolkit.models.fused_head import judged_by
 from toolkit.models.head_choice import compare
@@ -84,8 +85,8 @@ class DistillationTrainer(Telling, CausalTrainer):
             row.update(answered_row(prompt, given))
         cut = sum(map(asker.is_cut, answers))
         sums = [0.0] * (1 + len(FIGURES)) + [len(rows), len(answers), sum(map(len, answers)), cut]
-        self.see(torch.tensor(sums, dtype=torch.float64, device=self.args.device))
-        computed = torch.tensor(sum(len(row["input_ids"]) for row in rows), device=self.args.device)
+        self.see(sent(sums, self.args.device, torch.float64))
+        computed = sent(sum(len(row["input_ids"]) for row in rows), self.args.device)
         self._computed += int(self.accelerator.reduce(computed, reduction="sum"))
         self.shown = [
             {"prompt": asker.text(prompt), "answer": asker.text(given)}

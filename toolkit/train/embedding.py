@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 
+from toolkit.models.device import sent
 from toolkit.models.embedding import losses_and_gradient, pooled
 from toolkit.recipe.embedding import COSENT, Embedding
 from toolkit.train.heads import BESIDE, HeadTrainer, Scored
@@ -86,8 +87,8 @@ class EmbeddingTrainer(HeadTrainer):
         read = {name: inputs[name] for name in inputs if name not in BESIDE}
         return pooled(model(**read).last_hidden_state, inputs["attention_mask"], self.pooling)
 
-    def items(self, batch: dict[str, Any]) -> int:
-        return len(batch["rows"])
+    def items(self, batch: dict[str, Any]) -> torch.Tensor:
+        return sent(len(batch["rows"]), batch["attention_mask"].device)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step, each with its share where there are several."""
@@ -116,7 +117,7 @@ class EmbeddingTrainer(HeadTrainer):
         if share is None:
             (share,) = self._shares([vectors.detach()], [inputs])
         through = (vectors * share.gradient.to(vectors.device)).sum()
-        rows = torch.tensor(float(len(inputs["rows"])), device=vectors.device)
+        rows = sent(float(len(inputs["rows"])), vectors.device)
         return through - through.detach() + share.loss.to(through.dtype), rows, None
 
     def _shares(self, vectors: Sequence[torch.Tensor], batches: Sequence[dict[str, Any]]) -> list[Share]:

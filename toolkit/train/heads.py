@@ -79,15 +79,15 @@ class HeadTrainer(Telling, _ExactMixin, Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Theirs counts labels where the model's forward takes them."""
-        own = [[int(batch["attention_mask"].sum()), self.items(batch)] for batch in batch_samples]
-        sums = torch.tensor(own, dtype=torch.float64, device=device).sum(0)
+        own = [torch.stack([batch["attention_mask"].sum(), self.items(batch)]) for batch in batch_samples]
+        sums = torch.stack(own).sum(0).double().to(device)
         tokens, items = self.accelerator.reduce(sums, reduction="sum")
         self._tokens = tokens
         return items.float()
 
-    def items(self, batch: dict[str, Any]) -> int:
-        """How many losses there are in a batch on the host."""
-        return int((batch["labels"] != IGNORE).sum())
+    def items(self, batch: dict[str, Any]) -> torch.Tensor:
+        """How many losses there are in a batch; a tensor, so that no device is waited for."""
+        return (batch["labels"] != IGNORE).sum()
 
 
 class RewardTrainer(HeadTrainer):
@@ -97,15 +97,16 @@ class RewardTrainer(HeadTrainer):
         disable_dropout_in_model(model)
         super().__init__(model, args, **kwargs)
 
-    def items(self, batch: dict[str, Any]) -> int:
-        return len(batch["input_ids"]) // 2
+    def items(self, batch: dict[str, Any]) -> torch.Tensor:
+        rows = batch["input_ids"]
+        return device.sent(len(rows) // 2, rows.device)
 
     def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Measurement]:
         rewards = self.logits(model, inputs).view(-1, 2).double()
         losses, rewards = reward_losses(self.settings, rewards), rewards.detach()
         margins = rewards[:, 0] - rewards[:, 1]
         won = (0.5 + 0.5 * margins.sign()).sum()
-        number = torch.tensor(float(len(losses)), dtype=torch.float64, device=losses.device)
+        number = device.sent(len(losses), losses.device, torch.float64)
         sums = torch.stack([losses.detach().sum(), number, *rewards.sum(0), won, rewards.square().sum()])
         return losses, Measurement.of(sums, losses, torch.ones_like(losses))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from toolkit.models.device import sent
 from toolkit.models.layer_sums import dividing
 from toolkit.models.preference import judged_losses
 from toolkit.train.evaluate import evaluating
@@ -58,7 +59,7 @@ class JudgedTrainer(AnswerTrainer):
         known, good = self.reference[inputs["rows"], 0], inputs["desirable"]
         losses = judged_losses(self.settings, log_probs - known, good, self._divergence)
         self.see(self._sums(log_probs.detach(), known, good, self._divergence))
-        return losses.sum().float(), torch.tensor(float(len(losses)), device=losses.device), balance
+        return losses.sum().float(), sent(float(len(losses)), losses.device), balance
 
     def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
         """Log-probabilities (held-out rows x 2), of which those of the batch are filled in: no loss is known before all

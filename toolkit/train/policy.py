@@ -22,6 +22,7 @@ from accelerate.utils import gather_object
 from toolkit.common import UserError
 from toolkit.data.collate import PromptCollator
 from toolkit.files import write_atomically
+from toolkit.models.device import sent
 from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_adapters
 from toolkit.models.policy import advantages, divisor, policy_losses, server_weights
@@ -93,7 +94,7 @@ class PolicyTrainer(AnswerTrainer):
         self._computed += self._tokens + int(asked)
         if step % times == 0:
             self._note(every)
-        return [self._laid_out(batch) for batch in self._kept], torch.tensor(count, device=self.args.device)
+        return [self._laid_out(batch) for batch in self._kept], sent(count, self.args.device)
 
     @property
     def said(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -116,11 +117,11 @@ class PolicyTrainer(AnswerTrainer):
         """Of a batch: the sum of the answers' losses, their number, and the routers' balance loss."""
         log_probs, balance = self._of_tokens(model, inputs)
         kept, counts = inputs["kept"], inputs["answer_tokens"]
-        gains = torch.from_numpy(np.concatenate([each.gains for each in kept])).to(log_probs.device)
+        gains = sent(np.concatenate([each.gains for each in kept]), log_probs.device)
         before = log_probs.detach()
         if kept[0].before is not None:
             known = [number for each in kept for answer in each.before for number in answer]
-            before = torch.tensor(known, dtype=torch.float64, device=log_probs.device)
+            before = sent(known, log_probs.device, torch.float64)
         elif self.settings.num_iterations > 1:
             parts = iter(before.split(counts))
             for each in kept:
@@ -129,9 +130,9 @@ class PolicyTrainer(AnswerTrainer):
         found = policy_losses(
             self.objective, self.settings, log_probs, before, inputs.get("reference"), gains, counts, weights
         )
-        tokens = torch.tensor(float(sum(counts)), dtype=torch.float64, device=log_probs.device)
+        tokens = sent(sum(counts), log_probs.device, torch.float64)
         self.see(torch.stack([tokens, found.clipped.double(), found.divergence, *apart]))
-        return found.losses.sum().float(), torch.tensor(float(len(counts)), device=log_probs.device), balance
+        return found.losses.sum().float(), sent(float(len(counts)), log_probs.device), balance
 
     def _weights(
         self, kept: list[Rollout], before: torch.Tensor, counts: list[int]
@@ -144,7 +145,7 @@ class PolicyTrainer(AnswerTrainer):
         if kept[0].served is None:
             return None, []
         drawn = [number for each in kept for answer in each.served or () for number in answer]
-        served = torch.tensor(drawn, dtype=torch.float64, device=before.device)
+        served = sent(drawn, before.device, torch.float64)
         weights = server_weights(self.objective, self.settings, before, served, counts)
         apart = (before - served).abs()
         if self._fresh:
@@ -301,7 +302,10 @@ class PolicyTrainer(AnswerTrainer):
 
     def _laid_out(self, batch: list[Rollout]) -> dict[str, Any]:
         """A micro-batch, with what the reference says of it where the loss asks for that."""
-        inputs = self._answered(batch)
+        inputs: dict[str, Any] = {
+            name: sent(each, self.args.device) if isinstance(each, torch.Tensor) else each
+            for name, each in self._answered(batch).items()
+        }
         if self.settings.beta and self.objective == "grpo":
             with evaluating(self.model_wrapped), torch.no_grad():
                 prepared: Any = self._prepare_inputs(inputs)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from trl.trainer.utils import disable_dropout_in_model
 
+from toolkit.models.device import sent
 from toolkit.models.head_choice import HeadChoice
 from toolkit.models.layer_sums import dividing
 from toolkit.models.preference import pair_losses
@@ -58,7 +59,7 @@ class AnswerTrainer(Telling, CausalTrainer):
         # Beyond their sum are positions that fill up. The host knows where answers end: no device is waited for.
         parts = outputs.log_probs[0].double()[: sum(counts)].split(counts)
         log_probs = torch.stack([part.sum() for part in parts])
-        return log_probs, torch.tensor(counts, device=log_probs.device), balance
+        return log_probs, sent(counts, log_probs.device), balance
 
     def trained_tokens(self, count: Any) -> Any:
         return self._tokens
@@ -69,7 +70,7 @@ class AnswerTrainer(Telling, CausalTrainer):
         tokens = super()._get_num_items_in_batch(batch_samples, device)
         self._tokens = 0 if tokens is None else tokens // copies
         assert self.batches is not None, "rows of preferences are not streamed"
-        return torch.tensor(self.batches.global_batch_size * copies, device=device)
+        return sent(self.batches.global_batch_size * copies, device)
 
 
 class PairTrainer(AnswerTrainer):
@@ -117,7 +118,7 @@ class PairTrainer(AnswerTrainer):
         # What rounding explains is no preference: before the first step neither answer has gained anything.
         noise = ROUNDING * self.settings.beta * log_probs.detach().abs().sum(1)
         won = (0.5 + 0.5 * margins.where(margins.abs() > noise, 0).sign()).sum()
-        number = torch.tensor(float(len(losses)), dtype=torch.float64, device=losses.device)
+        number = sent(len(losses), losses.device, torch.float64)
         sums = torch.stack([losses.detach().sum(), number, *rewards.sum(0), won, *log_probs.detach().sum(0)])
         return losses, sums, balance
 

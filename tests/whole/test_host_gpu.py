@@ -1,0 +1,130 @@
+"""Trainings on a GPU that computes with the host's CPU: what is written for GPUs alone runs, gives the losses of a CPU,
+and has the host wait for the device in no step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import host_gpu
+import pytest
+import small
+from harness import SUPPORT, environment, losses
+from tiny import chat_rows, labelled_rows, pair_rows, tiny_encoder, tiny_model
+
+from toolkit.train.main import main
+
+PAIRS = ["data.sources=[preferences.jsonl]", "data.columns={instruction: prompt}"]
+JUDGED = ["data.sources=[judged.jsonl]", "data.columns={instruction: prompt, output: completion}"]
+TEACHER = ["objective=distillation", "distillation.teacher.path=deep"]
+ANSWERS = [
+    *("data.sources=[prompts.jsonl]", "data.over_long=drop", "rollout.num_generations=4"),
+    *("rollout.max_completion_tokens=6", "rewards.length.max_tokens=3", "rewards.length.soft=6"),
+]
+CORE = {
+    "fp32": ["precision=fp32", "model.attention=sdpa"],
+    "adapters": small.LORA,
+    "products in fp8": ["precision=fp8", "model.path=deep"],
+    "pairs": ["objective=dpo", *PAIRS, *small.LORA],
+    "classes": ["objective=classification", "model.path=bert", "data.sources=[texts.jsonl]"],
+    "teacher on the host": [*TEACHER, "distillation.teacher.offload=true"],
+    "rewards": ["objective=grpo", *ANSWERS, *small.LORA, "policy.beta=0.1"],
+}
+FULL = {
+    "full": [],
+    "packed": ["data.packing=true", "data.over_long=drop"],
+    "recomputed": ["activation_checkpointing=full"],
+    "activations on the host": [*small.LORA, "activation_checkpointing=offload"],
+    "attention kept": ["activation_checkpointing=selective"],
+    "fp16": ["precision=fp16"],
+    "pure bf16": ["precision=pure_bf16"],
+    "base in fp8": small.FP8,
+    "experts": ["model.path=moe"],
+    "judged": ["objective=kto", *JUDGED],
+    "scores": ["objective=reward", *PAIRS],
+    "vectors": ["objective=embedding", "data.sources=[texts of pairs.jsonl]"],
+    "encoder-decoder": small.SEQ2SEQ,
+    "teacher": TEACHER,
+}
+CASES = CORE | FULL
+DRAWN = ("rewards",)
+"""Answers are drawn from probabilities of other rounding, and may be other ones."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("gpu")
+    small.populate(folder, "llama", "moe", "blenderbot")
+    tiny_model(small.MODELS["llama"], folder / "deep", seed=7, layers=3)
+    tiny_encoder("bert", folder / "bert")
+    answers = itertools.pairwise(pair_rows(41, "prompt", "chosen"))
+    pairs = [row | {"rejected": f"never {other['chosen']}"} for row, other in answers]
+    judged = [
+        {"prompt": row["prompt"], "completion": row["chosen" if number % 4 else "rejected"], "label": number % 4 > 0}
+        for number, row in enumerate(pairs)
+    ]
+    prompts = [{"prompt": row["messages"][0]["content"]} for row in chat_rows(40)]
+    files = {"preferences": pairs, "judged": judged, "texts": labelled_rows(40), "prompts": prompts}
+    files["texts of pairs"] = pair_rows(40, "anchor", "positive")
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+def command(name: str, where: str) -> list[str]:
+    common = ["recipe=small", "max_steps=4", "compile=off", f"output.dir={where}", f"output.name={name}"]
+    settings = {"precision": "bf16", "learning_rate": "1e-3"} | dict(each.split("=", 1) for each in CASES[name])
+    return [*common, *(f"{key}={value}" for key, value in settings.items())]
+
+
+def on_gpu(*names: str) -> Any:
+    """What came of some cases, in one process."""
+    environ = environment() | host_gpu.environment()
+    environ["PYTHONPATH"] = os.pathsep.join([environ["PYTHONPATH"], str(SUPPORT)])
+    commands = {name: command(name, "gpu") for name in names}
+    run = [sys.executable, host_gpu.__file__, "found.json", json.dumps(commands)]
+    ended = subprocess.run(run, env=environ, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(Path("found.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def core(place: Path) -> Any:
+    return on_gpu(*CORE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CORE)
+def test_a_training_is_that_of_a_cpu_and_waits_in_no_step(name: str, core: Any, formulas: None) -> None:
+    check(name, core[name])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", FULL)
+def test_other_trainings_are_too(name: str, formulas: None) -> None:
+    check(name, on_gpu(name)[name])
+
+
+def check(name: str, found: dict[str, Any]) -> None:
+    own = losses(Path("gpu", name))
+    assert found["status"] == 0 and len(own) == 4
+    assert main(command(name, "cpu")) == 0
+    if name not in DRAWN:
+        exact = name == "fp32"
+        assert own == pytest.approx(losses(Path("cpu", name)), rel=1e-6 if exact else 2e-3)
+    manifest = json.loads(Path("gpu", name, "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["hardware"]["gpus"] and manifest["plan"]["hardware"] == "h100"
+    # From the third step on nothing is made for the first time. Transformers reads the masks of padded rows for torch's
+    # attention; a loss is read where it is logged, between steps.
+    within = {place: count for step in ("3", "4") for place, count in found["waits"].get(step, {}).items()}
+    assert not {place: count for place, count in within.items() if "mask_sdpa" not in place}
+    if name in ("adapters", "products in fp8", "pairs", "teacher on the host"):
+        assert not within
+    assert any("_maybe_log_save_evaluate" in place for place in found["waits"]["-3"]), "waits are seen"
