@@ -124,6 +124,26 @@ def test_models_that_the_variable_length_kernel_would_get_wrong(config: dict[str
     assert word in attention.unfit("torch_varlen", config, "bfloat16")
 
 
+@pytest.mark.parametrize("alibi", [True, False])
+def test_eager_attention_is_refused_where_it_adds_alibi_twice(alibi: bool) -> None:
+    """Of a row of one token, whose ALiBi is zero, and of a longer one."""
+    from transformers import AutoModelForCausalLM, FalconConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = FalconConfig(**sizes, alibi=alibi, initializer_range=0.3)
+    rows = [torch.arange(length)[None] for length in (1, 24)]
+    logits = []
+    for name in ("eager", "sdpa"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=name).eval()
+        with torch.no_grad():
+            logits.append([model(input_ids=row, use_cache=False).logits for row in rows])
+    short, long = (torch.allclose(*each, atol=1e-5) for each in zip(*logits, strict=True))
+    assert short and long is not alibi
+    assert bool(attention.unfit("eager", config.to_dict(), "float32")) is alibi
+    assert not attention.unfit("sdpa", config.to_dict(), "float32")
+
+
 def test_backends_that_transformers_lacks_are_known_without_it() -> None:
     import transformers
     from transformers.models.auto import modeling_auto

@@ -271,6 +271,8 @@ def test_yaml_says_off_without_quotes(place: Path) -> None:
         (["method=qlora"], ""),
         (["method.quantization=fp8"], ""),
         (["method.quantization=int8"], "int8"),
+        (["method.use_dora=true"], "DoRA"),
+        (["method.target_parameters=[post_attention_layernorm.weight]"], "single parameters"),
     ],
 )
 def test_auto_leaves_off_what_does_not_gain(overrides: list[str], reason: str) -> None:
@@ -278,3 +280,51 @@ def test_auto_leaves_off_what_does_not_gain(overrides: list[str], reason: str) -
     assert reason in compilation.unfit(recipe, {"model_type": "llama"})
     assert bool(reason) == bool(compilation.unfit(recipe, {"model_type": "llama"}))
     assert compilation.unfit(recipe, {"model_type": "mamba"})
+
+
+MIXTURE = {"model_type": "mixtral", "num_local_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("targets", "quantization", "reason"),
+    [
+        (["q_proj", "v_proj"], "none", ""),
+        ("all-linear", "none", "adapters for experts"),
+        (["q_proj", "v_proj"], "nf4", "quantized experts"),
+        (["q_proj", "v_proj"], "fp8", "quantized experts"),
+    ],
+)
+def test_auto_leaves_off_experts_that_are_restored_or_adapted(targets: Any, quantization: str, reason: str) -> None:
+    values = {"method.target_modules": targets, "method.quantization": quantization}
+    found = compilation.unfit(load_checked("llama_3_1_8b_lora").recipe.with_values(values), MIXTURE)
+    assert bool(reason) == bool(found) and reason in found
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {"target_modules": "all-linear", "use_dora": True}),
+        ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}),
+    ],
+)
+def test_adapters_that_auto_leaves_off_break_graphs(kind: str, settings: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    base = without_dropout(tiny_model(models_doc.stated(kind, "sft"), "sft"))
+    assert tried(get_peft_model(base, LoraConfig(init_lora_weights=False, **settings)).train(), SIZES) == "breaks"
+
+
+def test_layers_of_many_kinds_have_a_graph_each() -> None:
+    """More than torch allows a function by itself."""
+    torch._dynamo.reset()
+    layers = 9
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=layers, num_attention_heads=1, vocab_size=128
+    )
+    ranks = {f"layers.{index}.self_attn.v_proj": index + 1 for index in range(layers)}
+    adapter = LoraConfig(target_modules=["v_proj"], rank_pattern=ranks)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), adapter).train()
+    compiling = CompiledLayers(model, backend="eager")
+    trained(model, 2, 8)
+    assert compiling.graphs == layers

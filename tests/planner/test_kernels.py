@@ -49,6 +49,10 @@ def test_short_rows_get_eager_attention_where_it_was_measured_to_be_faster(cpu: 
     assert backend(recipe(model={"attention": "sdpa"}), cpu, FALCON, ROWS) == ("sdpa", "")
 
 
+def test_eager_attention_that_computes_something_else_is_not_taken(cpu: Hardware) -> None:
+    assert backend(recipe(), cpu, {**FALCON, "alibi": True}, ROWS) == ("sdpa", "")
+
+
 def test_what_reads_fused_kernels_keeps_them(cpu: Hardware) -> None:
     selective = recipe(activation_checkpointing={"mode": "selective"})
     assert backend(selective, cpu, FALCON, ROWS) == ("sdpa", "")

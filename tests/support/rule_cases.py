@@ -192,6 +192,7 @@ CASES = [
     ("elementwise-unfit", [*ELEMENTWISE, TILES], FULL_RECOMPUTATION),
     ("elementwise-unfit", [*ELEMENTWISE, "model=mamba"], FULL_RECOMPUTATION),
     ("elementwise-unfit", [*ELEMENTWISE, LORA, "method.quantization=int8"], FULL_RECOMPUTATION),
+    ("elementwise-unfit", [*ELEMENTWISE, LORA, "use_dora=true"], FULL_RECOMPUTATION),
     *(("elementwise-unfit", [*ELEMENTWISE, *each], FULL_RECOMPUTATION) for each in (ZERO3, PARTS, PIPED, EXPERTS)),
     (
         "batch-micro-division",
@@ -526,6 +527,7 @@ CASES = [
     ("data-ignore", ["data=[{path: a, ignore: [b]}]", "data.ignore=[c]"], ["~data.ignore"]),
     ("compile-unfit", ["compile=layers", *SELECTIVE], ["compile=auto"]),
     ("compile-unfit", ["compile=layers", LORA, "method.quantization=int8"], ["compile=auto"]),
+    ("compile-unfit", ["compile=layers", LORA, "use_dora=true"], ["compile=auto"]),
     ("compile-unfit", ["compile=layers", "model=mamba"], ["compile=auto"]),
     ("loraplus-high", [LORA, "loraplus_lr_ratio=1e6"], ["method.loraplus_lr_ratio=16"]),
     ("loraplus-low", [LORA, "loraplus_lr_ratio=0.5"], ["method.loraplus_lr_ratio=16"]),

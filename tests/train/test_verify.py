@@ -10,6 +10,7 @@ import pytest
 import small
 import torch
 from ranks import Ranks
+from tiny import tiny_model
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -171,3 +172,20 @@ def test_units_are_read_at_rest_when_a_module_of_theirs_was_never_called(monkeyp
             assert all(isinstance(each, DTensor) for each in model.parameters())
     finally:
         distributed.destroy_process_group()
+
+
+def test_a_model_that_cannot_pack_is_refused_before_its_rows_and_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small.populate(tmp_path)
+    tiny_model(
+        {"model_type": "falcon", "num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2},
+        tmp_path / "falcon",
+    )
+    (tmp_path / "falcon" / "model.safetensors").unlink()
+    assert main(["recipe=small", "model.path=falcon", "data.packing=true", "method.name=lora"]) == 1
+    said = capsys.readouterr()
+    told = said.out + said.err
+    assert "falcon with attention sdpa lets documents of a batch see each other" in told
+    assert "set data.packing=false" in told and "rows of" not in told

@@ -171,6 +171,8 @@ def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
         return "this model caps its attention logits, which this backend would silently skip"
     if text.get("model_type") in _HAS_SINKS and name not in _SINKS:
         return "this model has attention sinks, which this backend would silently skip"
+    if name == "eager" and text.get("model_type") == "falcon" and text.get("alibi"):
+        return "Transformers' code of it adds this model's ALiBi to the scores twice"
     if name == "sdpa" and text.get("model_type") in _NO_SDPA:
         return "Transformers has no such code for this model"
     drops = any(text.get(key) for key in _ATTENTION_DROPOUT)

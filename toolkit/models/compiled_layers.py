@@ -27,6 +27,9 @@ from toolkit.models.grouped_adapters import group_adapters
 _KEPT_FOR_SPEED = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart")
 """What torch keeps although it could be computed again: what products of the backward pass read, and what is made of a
 tensor after a product that reads it too, such as the dropped-out inputs of adapters."""
+_VARIANTS = 8
+"""Graphs of a kind of layer: with and without a mask, of one row and of several. So many torch allows a function, which
+here serves all kinds: those beyond would run as they are, and keep all that the plan takes for fused."""
 
 
 class CompiledLayers:
@@ -57,16 +60,17 @@ class CompiledLayers:
         Layers of another model that are alike share their graphs."""
         layers = _layers(model)
         self.layers += len(layers)
+        kinds = {tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in layers}
         for layer in layers:
-            layer.forward = self._forward(layer)
+            layer.forward = self._forward(layer, _VARIANTS * len(kinds))
 
-    def _forward(self, layer: Any) -> Callable[..., Any]:
+    def _forward(self, layer: Any, most: int) -> Callable[..., Any]:
         whole = layer.forward
         # Transformers checkpoints within `forward`; what that recomputes is compiled, checkpointing itself is not.
         own = type(layer).forward.__wrapped__
         if own not in self._compiled:
             # From the first graph on for any size: batches differ, packed ones too.
-            self._compiled[own] = _configured(torch.compile(own, backend=self._compile, dynamic=True))
+            self._compiled[own] = _configured(torch.compile(own, backend=self._compile, dynamic=True), most)
         compiled = functools.partial(self._compiled[own], layer)
 
         @functools.wraps(whole)
@@ -119,8 +123,9 @@ def prepare(device: str) -> None:
         in_background(importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list)
 
 
-def _configured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls it without what torch's compiler would do by itself and costs a second compilation, or an error."""
+def _configured(function: Callable[..., Any], most: int) -> Callable[..., Any]:
+    """Calls it without what torch's compiler would do by itself and costs a second compilation, or an error; with so
+    many graphs at most."""
     dynamo = torch._dynamo.config.patch(
         # Constants such as the scale of attention would become inputs, and the graph be compiled anew without them.
         specialize_float=True,
@@ -128,6 +133,7 @@ def _configured(function: Callable[..., Any]) -> Callable[..., Any]:
         optimize_ddp=False,
         # What cannot be compiled runs as it is.
         suppress_errors=True,
+        recompile_limit=most,
     )
     # Rows as long as the hidden states are wide would be taken to be so always.
     shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]

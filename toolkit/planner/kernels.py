@@ -34,6 +34,7 @@ def backend(
     best = attention.planned(requested, config, compute, device.kind, device.capability, shares_by, recipe.headed)
     # Selective checkpointing keeps what fused kernels return. Encoders' attention has not been measured.
     open_to_eager = recipe.activation_checkpointing.mode != "selective" and recipe.objective != "seq2seq"
+    open_to_eager = open_to_eager and not attention.unfit("eager", config, compute)
     if (requested, best) != ("auto", "sdpa") or not (open_to_eager and hardware.attention):
         return best, ""
     layout = batch_layout(recipe, hardware.devices)

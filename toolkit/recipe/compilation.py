@@ -11,6 +11,7 @@ from typing import Any
 
 from toolkit.recipe import model_configs
 from toolkit.recipe.schema import Recipe
+from toolkit.recipe.sections import Method
 
 _DECODERS = {
     "yes": """
@@ -90,4 +91,14 @@ def unfit(recipe: Recipe, config: Mapping[str, Any]) -> str:
         return "layers with MLPs in tiles have not been compiled"
     if recipe.method.quantization not in ("none", "nf4", "fp8"):
         return f"layers quantized to {recipe.method.quantization} have not been measured"
+    if recipe.method.quantization != "none" and model_configs.fused_experts(config):
+        return "each layer has code of its own to restore quantized experts, and would be compiled by itself"
+    if recipe.method.use_dora:
+        return "the code of DoRA cannot be one graph with a layer's"
+    if recipe.method.name == "lora" and _adapts_parameters(recipe.method, config):
+        return "the code of adapters for experts, or for single parameters, cannot be one graph with a layer's"
     return ""
+
+
+def _adapts_parameters(method: Method, config: Mapping[str, Any]) -> bool:
+    return bool(method.target_parameters) or model_configs.adapts_experts(method.target_modules, config)

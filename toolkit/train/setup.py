@@ -72,7 +72,7 @@ from toolkit.train.staging import Saves
 from toolkit.train.startup import StartUp
 from toolkit.train.stragglers import Pace
 from toolkit.train.unpickling import EndOfReading
-from toolkit.train.verify import Verify
+from toolkit.train.verify import Verify, require_isolation
 from toolkit.train.watchdog import Watchdog
 
 _log = logging.getLogger("toolkit.train")
@@ -121,6 +121,7 @@ def set_up(
     backend = attention.resolve(
         recipe.model.attention, source.config.to_dict(), types.compute, kinds, recipe.parallel.shares_by, recipe.headed
     )
+    require_isolation(source, backend)
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)
     server, about_server = connect(rendezvous, recipe, tokenizer, folder.path) if recipe.rollout.server else (None, {})

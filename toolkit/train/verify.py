@@ -17,12 +17,15 @@ from accelerate.utils import send_to_device
 from transformers import TrainerCallback
 
 from toolkit.common import UserError
-from toolkit.data.collate import isolates
+from toolkit.data.collate import Collator, isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engine_state import EngineState, expected_state
 from toolkit.distributed.engines import fsdp_mesh
 from toolkit.models import attention, attention_kernels, device, head_choice
+from toolkit.models.load import ModelSource
 from toolkit.models.pipeline import chain
+from toolkit.models.tiny import tiny_model
+from toolkit.recipe import Recipe
 from toolkit.train.distillation import check_heads
 from toolkit.train.evaluate import evaluating
 from toolkit.train.heads import check_padding
@@ -32,6 +35,7 @@ from toolkit.train.session import Session
 _log = logging.getLogger("toolkit.train")
 _SCORED = 128
 """Tokens of each row that both output heads score before the first step."""
+_PACKED = Collator(0, "packed")
 
 
 class Verify(TrainerCallback):
@@ -135,20 +139,43 @@ def check_isolation(session: Session) -> None:
         UserError: If they see each other.
     """
     place, backend, autocast = session.trainer.args.device, session.attention, session.dtypes.autocast
-    flat, collator = backend in attention.VARLEN, session.trainer.data_collator.whole
+    collator = session.trainer.data_collator.whole
     if pipeline := session.trainer.pipeline:
         isolated = pipeline.isolates()
     else:
         with torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
             isolated = isolates(session.module, collator, place)
+    kind = session.source.config.model_type
     if isolated and session.recipe.distills:
-        isolated = isolates(session.trainer.teacher.model, collator, place)
+        teacher = session.trainer.teacher.model
+        isolated, kind = isolates(teacher, collator, place), f"the teacher, {teacher.config.model_type},"
     if not isolated:
-        ways = ["data.packing=false"] * session.recipe.data.packing + ["model.attention=sdpa"] * flat
-        raise UserError(
-            f"{type(session.module).__name__} with attention {backend} lets documents of a batch see each other",
-            f"set {' and '.join(ways)}",
-        )
+        raise _seen(kind, backend, session.recipe)
+
+
+def require_isolation(source: ModelSource, backend: str) -> None:
+    """Asks a tiny copy of the model whether it keeps packed rows apart, before rows and weights are read.
+
+    What takes the boundaries of documents is known to, of the models that get them (`attention.unfit`).
+
+    Raises:
+        UserError: If they see each other.
+    """
+    recipe = source.recipe
+    if not recipe.data.packing or backend in attention.VARLEN:
+        return
+    try:
+        isolated = isolates(tiny_model(source.config, recipe.objective, recipe.model.trust_remote_code), _PACKED)
+    except Exception:  # A model's own code may raise anything for sizes that do not fit together: it is asked itself.
+        return
+    if not isolated:
+        raise _seen(source.config.model_type, backend, recipe)
+
+
+def _seen(kind: str, backend: str, recipe: Recipe) -> UserError:
+    ways = ["data.packing=false"] * recipe.data.packing + ["model.attention=sdpa"] * (backend in attention.VARLEN)
+    what = f"{kind} with attention {backend} lets documents of a batch see each other"
+    return UserError(what, f"set {' and '.join(ways)}")
 
 
 def check_parts(session: Session) -> None:
