@@ -115,7 +115,9 @@ def test_runs_killed_half_way_go_on_where_they_were(rates: str, seeds: str, ende
     assert len(runs) == count and all(read_manifest(each)[0].status == "finished" for each in runs)
     assert again.stderr.count("finished before") >= ended
     assert {each: (each / "final").stat().st_mtime_ns for each in done} == before
-    assert len({tuple(losses(each)) for each in runs}) == len(seeds.split(",")), "the first step's loss depends on the seed alone"
+    assert len({tuple(losses(each)) for each in runs}) == len(seeds.split(",")), (
+        "the first step's loss depends on the seed alone"
+    )
     assert "learning_rate" in again.stdout and (folder / PAGE).is_file()
 
     changed = subprocess.run([*asked, "batch.seq_len=64"], env=environment(), capture_output=True, text=True)

@@ -11,6 +11,7 @@ from typing import Any
 import gpu_code
 import pytest
 
+
 def made(capability: str, *cases: str) -> Any:
     command = [sys.executable, gpu_code.__file__, capability, *cases]
     environ = {**os.environ, **gpu_code.environment()}

@@ -176,7 +176,10 @@ class Kernels:
     def _scores(query: Any, key: Any, causal: bool, scale: float, left: int | None, right: int | None) -> Any:
         scores = query @ key.mT * scale
         rows, columns = scores.shape[-2:]
-        ahead = torch.arange(columns, device=query.device) - torch.arange(columns - rows, columns, device=query.device)[:, None]
+        ahead = (
+            torch.arange(columns, device=query.device)
+            - torch.arange(columns - rows, columns, device=query.device)[:, None]
+        )
         hidden = ahead > (0 if causal else columns if right is None or right < 0 else right)
         if left is not None and left >= 0:
             hidden |= ahead < -left
