@@ -397,8 +397,8 @@ def decide(
 def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) -> Fit:
     """Whether all fits; the scarcest place decides."""
     fullest = ranks[0]
-    phase = fullest.phases[fullest.peak_phase]
-    part = max(phase, key=lambda key: phase[key])
+    parts = fullest.parts_at_peak()
+    part = max(parts, key=lambda key: parts[key])
 
     def into(where: str, available: int, needed: int, decides: str, worst: float = 0.0) -> Fit:
         answer: Answer = "no" if needed > available else "tight" if worst > available else "yes"
