@@ -168,6 +168,18 @@ def test_nothing_fits() -> None:
     assert resolve(changed, find("h200"), Arithmetic(70))[0].strategy.name == "ddp"
 
 
+@pytest.mark.parametrize(
+    ("hardware", "stated"),
+    [("cpu", "strategy.offload_optimizer=cpu"), ("h200", "strategy.sync_each_batch=true parallel.tensor=8")],
+)
+def test_keys_with_which_no_strategy_goes_are_named(hardware: str, stated: str) -> None:
+    """The plan tries no strategy that lacks what the recipe says of it."""
+    made = load("llama_3_1_8b_lora", ["strategy=auto", "activation_checkpointing=auto", *stated.split()]).recipe
+    with pytest.raises(UserError, match="no setting goes with the rest of the recipe") as caught:
+        resolve(made, find(hardware), Arithmetic(8))
+    assert caught.value.change.startswith(f"leave out {stated.split()[0]}, which few strategies have, or set these")
+
+
 def test_devices_that_cannot_take_the_batch() -> None:
     with pytest.raises(UserError, match="a global batch of 16 sequences does not divide into 3 processes"):
         resolve(recipe(**AUTO), find("h200x3"), Arithmetic(1))

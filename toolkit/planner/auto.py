@@ -190,10 +190,13 @@ def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimate, explor
         # A recipe that was loaded without being checked.
         if problems := check(recipe):
             return RecipeError("", problems)
+        kept = {f"strategy.{key}": value for key, value in recipe.strategy.model_dump(exclude_defaults=True).items()}
+        kept.pop("strategy.name", None)
+        without = f"leave out {as_arguments(kept)}, which few strategies have, or " if kept else ""
         return UserError(
             f"{' and '.join(recipe.undecided)} cannot be decided: no setting goes with the rest of the recipe on "
             f"{hardware.name}",
-            "set these keys; `toolkit validate` then says what stands against them",
+            f"{without}set these keys; `toolkit validate` then says what stands against them",
         )
     nearest, same = least(explored), same_training(recipe, hardware, estimate)
     found = [*filter(None, [same]), *remedies(nearest.recipe, hardware, estimate)]
