@@ -39,6 +39,25 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment())
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("plna recipe=x", "there is no command plna; did you mean `plan`?"),
+        ("plan recipe=x --jsn", "unrecognized arguments: --jsn; did you mean --json?"),
+        ("launch recipe=x --node 2", "unrecognized arguments: --node 2; did you mean --nodes?"),
+        ("train recipe=x", "invalid choice: 'train'"),
+        ("plan recipe=x --batch.seq_len 5", "keys of a recipe are written without dashes: batch.seq_len=VALUE"),
+    ],
+)
+def test_misspelt_commands_and_options_are_told_what_they_may_mean(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(typed.split())
+    told = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2 and said in told and told.count("did you mean") == said.count("did you mean")
+
+
 def test_from_an_empty_folder_to_a_recipe_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init"]) == 0
     assert json.loads(Path("recipes/schema.json").read_text()) == json_schema()

@@ -26,6 +26,12 @@ def recipe(**sections: Any) -> Recipe:
             {"precision": "fp32"},
         ),
         (
+            {"precision": "fp16", "strategy": {"name": "auto"}},
+            "precision=fp16",
+            "precision=bf16 or fp32",
+            {"precision": "bf16"},
+        ),
+        (
             {"activation_checkpointing": {"mode": "offload"}},
             "activation_checkpointing.mode=offload",
             "activation_checkpointing.mode=full",

@@ -105,6 +105,8 @@ def test_every_layout_is_exact_and_every_number_an_error_names_works() -> None:
                     assert product == fitted.global_batch_size
                     if name == "micro_batch_size":
                         assert fitted.global_batch_size == total
+            for fewer in re.findall(r"start (\d+) process", error.change):
+                assert batch_layout(recipe(batch=batch), int(fewer)).global_batch_size == total
             continue
         assert layout.micro_batch_size * layout.gradient_accumulation_steps * world == layout.global_batch_size == total
         assert micro in (None, layout.micro_batch_size)

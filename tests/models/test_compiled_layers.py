@@ -213,12 +213,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("asked", ["compile=layers", "schedule.max_steps=100_000_000"])
 def test_what_is_missing_leaves_the_layers_as_they_are(
-    place: Path, formulas: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    asked: str, place: Path, formulas: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Where the recipe asks for it, and where the plan of so long a run would."""
     monkeypatch.setenv("PATH", str(place))
     monkeypatch.delenv("CXX", raising=False)
-    assert small.set_up("compile=layers").compiled is None
+    assert small.set_up(asked).compiled is None
     assert "layers are not compiled: there is no C++ compiler" in caplog.text
 
 

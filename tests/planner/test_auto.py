@@ -26,6 +26,7 @@ from toolkit.distributed.layout import batch_layout, micro_batch_sizes
 from toolkit.planner.auto import fastest_precision, resolve
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
+from toolkit.planner.plan import Plan
 from toolkit.planner.search import TIE
 from toolkit.recipe import Recipe, RecipeError, load
 from toolkit.recipe.rules import check, load_checked
@@ -37,6 +38,7 @@ AUTO = {
     "activation_checkpointing": {"mode": "auto"},
     "batch": {"micro_batch_size": "auto"},
 }
+GIB = 2**30
 ON_THE_LINE = ["strategy=auto", "micro_batch_size=auto", "activation_checkpointing=auto"]
 
 
@@ -166,6 +168,18 @@ def test_nothing_fits() -> None:
     assert resolve(changed, find("h200"), Arithmetic(70))[0].strategy.name == "ddp"
 
 
+@pytest.mark.parametrize(
+    ("hardware", "stated"),
+    [("cpu", "strategy.offload_optimizer=cpu"), ("h200", "strategy.sync_each_batch=true parallel.tensor=8")],
+)
+def test_keys_with_which_no_strategy_goes_are_named(hardware: str, stated: str) -> None:
+    """The plan tries no strategy that lacks what the recipe says of it."""
+    made = load("llama_3_1_8b_lora", ["strategy=auto", "activation_checkpointing=auto", *stated.split()]).recipe
+    with pytest.raises(UserError, match="no setting goes with the rest of the recipe") as caught:
+        resolve(made, find(hardware), Arithmetic(8))
+    assert caught.value.change.startswith(f"leave out {stated.split()[0]}, which few strategies have, or set these")
+
+
 def test_devices_that_cannot_take_the_batch() -> None:
     with pytest.raises(UserError, match="a global batch of 16 sequences does not divide into 3 processes"):
         resolve(recipe(**AUTO), find("h200x3"), Arithmetic(1))
@@ -194,6 +208,21 @@ def only_shipped_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """A trace that is not shipped would be made in seconds."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     monkeypatch.setattr("toolkit.planner.trace.store._trace_in_worker", lambda setting: pytest.fail(str(setting)))
+
+
+def test_a_run_does_not_take_the_last_gib_for_a_few_percent(only_shipped_traces: None) -> None:
+    """8B in full on an H200: nothing fits for sure, and four rows at a time would leave a third of a GiB."""
+
+    def on(*words: str) -> Plan:
+        loaded = load("llama_3_1_8b_full_8bit", ["optimizer.name=adamw", *words])
+        return estimate(loaded.recipe, loaded.name, find("h200"), advice=False)
+
+    chosen, fuller = on(), on("activation_checkpointing=full", "batch.micro_batch_size=4")
+    assert (chosen.fit.answer, fuller.fit.answer) == ("tight", "tight")
+    assert fuller.fit.margin < GIB < 8 * GIB < chosen.fit.margin
+    assert 0.9 < fuller.work.step_seconds.value / chosen.work.step_seconds.value < 1
+    why = chosen.chosen["batch.micro_batch_size"]
+    assert re.match(r"1: 9% slower than 4, which leaves less room \(139\.\d of 139", why)
 
 
 def undecided(name: str, seq_len: int) -> Recipe:

@@ -79,6 +79,18 @@ def test_the_place_that_may_run_out_decides(
     assert found.margin == found.available - found.needed
 
 
+@pytest.mark.parametrize(("held", "lost", "context", "largest"), [(5, 6, 2, "fragmentation"), (5, 1, 8, "context")])
+def test_what_is_largest_may_lie_beside_what_is_allocated(held: int, lost: int, context: int, largest: str) -> None:
+    """Of a tiny model, or where segments cannot grow."""
+    reserved, total = (Range(value=size, low=size, high=size) for size in (held + lost, held + lost + context))
+    rank = Memory(
+        ranks="every rank", phases={"backward": {"parameters": 3, "activations": 2}}, peak_phase="backward",
+        allocated=held, reserved=reserved, context=context, total=total,
+    )  # fmt: skip
+    found = fit(find("h100"), [rank], Host(parts={"processes": 1}, peak=1), Disk(checkpoint=0, kept=0, model=0, nvme=0))
+    assert found.decides == largest
+
+
 def test_processes_on_a_cpu_share_the_memory_that_their_host_has() -> None:
     hardware = find("cpu")
     for share, answer in ((0.5, "yes"), (0.96, "tight"), (1.01, "no")):

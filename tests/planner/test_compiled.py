@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from toolkit.common import UserError
 from toolkit.distributed.layout import BatchLayout
 from toolkit.planner.build import estimate
 from toolkit.planner.compiled import of_elementwise
-from toolkit.planner.hardware import find
+from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.plan import Plan
 from toolkit.planner.trace.setting import Setting, setting_of
 from toolkit.planner.trace.types import NOTHING, Amount, Moment, Pass, Trace
@@ -52,6 +53,25 @@ def test_layers_that_stay_as_they_are_compute_whole_layers_again(overrides: list
     chosen = plan("activation_checkpointing=auto", *overrides)
     assert chosen.fit.answer == "yes" and "element-wise" not in chosen.chosen["activation_checkpointing.mode"]
     assert chosen.chosen["activation_checkpointing.mode"].startswith("full")
+
+
+def test_a_machine_without_a_compiler_is_planned_as_it_will_run() -> None:
+    loaded = load_checked("llama_3_1_8b_lora", [*LONG, "activation_checkpointing=auto"])
+    here = dataclasses.replace(find("h100"), lacks="there is no C compiler (gcc)")
+
+    def on(hardware: Hardware, *overrides: str) -> Plan:
+        recipe = load_checked("llama_3_1_8b_lora", [*LONG, *overrides]).recipe
+        return estimate(recipe, loaded.name, hardware, advice=False)
+
+    for compiles in ("auto", "layers"):
+        made = on(here, "activation_checkpointing=none", f"compile={compiles}")
+        left = on(find("h100"), "activation_checkpointing=none", "compile='off'")
+        assert made.notes[0] == "layers are not compiled: there is no C compiler (gcc)" and left.notes == made.notes[1:]
+        assert made.memory == left.memory and made.work == left.work
+    assert on(here, "activation_checkpointing=auto").chosen["activation_checkpointing.mode"].startswith("full")
+    with pytest.raises(UserError, match="compiled layers, and on this machine there is no C compiler") as caught:
+        on(here, "activation_checkpointing=elementwise")
+    assert caught.value.change == "install it, or set activation_checkpointing.mode=full"
 
 
 def setting(mode: str) -> Setting:

@@ -450,6 +450,17 @@ def test_a_broken_driver_is_none(driver) -> None:
     assert detect().device.kind == "cpu"
 
 
+def test_what_is_lacked_to_compile_is_known_of_this_machine_alone(
+    driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver("NVIDIA H200")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    assert "no C compiler (gcc)" in this_machine().lacks and find("h200").lacks == ""
+    assert "no C++ compiler (g++)" in find("cpux2").lacks
+
+
 def test_amds_gpus_are_found_in_sysfs(tmp_path: Path) -> None:
     for index, vendor in enumerate(["0x1002", "0x1a03", "0x1002"]):
         folder = tmp_path / "class/drm" / f"card{index}" / "device"

@@ -38,13 +38,19 @@ def candidate(
     devices: int = 1,
     rank: tuple[int, int] = (0, 0),
     tokens_from: str = "upper bound",
+    needed: float = 1.5,
 ) -> Candidate:
+    """One that needs so many of 2 GiB, and up to 1.5 times as much."""
+    amount = int(needed * 2**30)
     plan: Any = SimpleNamespace(
-        fit=SimpleNamespace(answer=fits, needed=3 * 2**29, available=2**31, where="device memory"),
+        fit=SimpleNamespace(answer=fits, needed=amount, available=2**31, margin=2**31 - amount, where="device memory"),
         work=SimpleNamespace(
             step_seconds=SimpleNamespace(value=seconds), tokens_per_step=6400.0, tokens_from=tokens_from
         ),
-        memory=[SimpleNamespace(total=SimpleNamespace(value=total)), SimpleNamespace(total=SimpleNamespace(value=1))],
+        memory=[
+            SimpleNamespace(total=SimpleNamespace(value=total, high=1.5 * total)),
+            SimpleNamespace(total=SimpleNamespace(value=1, high=1)),
+        ],
         devices=devices,
     )
     return Candidate({"name": name}, recipe(), plan, rank)
@@ -72,6 +78,18 @@ def test_the_fastest_that_fits_and_the_simplest_of_equals() -> None:
     assert fastest([simple, small := candidate("small", 1.001, total=5)]) is small
     assert fastest([candidate("second", 1.001), first := candidate("first", 1.0)]) is first
     assert fastest([only := candidate("only", 1.0), candidate("later", 1.5)]) is only
+
+
+def test_where_none_fits_for_sure_a_little_time_is_given_for_room() -> None:
+    """Of 2 GiB one takes nearly all; what could be needed beside it is there by half, or but for a tenth, of others."""
+    full = candidate("full", 1.0, "tight", needed=1.99)
+    half, most = candidate("half", 1.2, "tight", needed=1.6), candidate("most", 1.6, "tight", needed=1.38)
+    assert (full.tries, half.tries, most.tries) == pytest.approx((1.98, 4 / 3, 1.05), abs=0.01)
+    assert fastest([full, half, most]) is half and cheapest([full, half, most]) is half
+    assert fastest([full, slow := candidate("slow", 2.5, "tight", needed=1.38)]) is full and slow.tries < full.tries
+    assert candidate("large", 1.0, "no", needed=3.0).tries == 2 and candidate("small", 1.0).tries == 1
+    # What surely fits is taken however long it takes.
+    assert fastest([half, sure := candidate("sure", 9.0)]) is sure
 
 
 def test_the_cheapest_and_the_least() -> None:

@@ -10,7 +10,7 @@ from toolkit.report import plan_view
 
 def test_what_is_on_the_device_adds_up() -> None:
     for plan in (FITS, TOO_LARGE):
-        assert sum(plan_view.parts_at_peak(plan.memory[0]).values()) == pytest.approx(plan.memory[0].total.value)
+        assert sum(plan.memory[0].parts_at_peak().values()) == pytest.approx(plan.memory[0].total.value)
 
 
 def test_labels_tell_recipes_and_hardware_apart() -> None:

@@ -18,11 +18,11 @@ from toolkit.output import add_help, add_verbosity, quiet_libraries, start_loggi
 
 _EPILOG = """\
 examples:
-  toolkit init                                        start a recipe folder here
-  toolkit cp recipe=qwen3_0_6b_lora mine seq_len=1024  a recipe of your own, as a diff
-  toolkit validate recipe=mine                        every problem at once
-  toolkit plan recipe=mine hardware=h100x8            does it fit, how long, what cost
-  toolkit launch recipe=mine                          train it on all GPUs of this machine
+  toolkit init                              start a recipe folder here
+  toolkit cp recipe=qwen3_0_6b_lora mine    a recipe of your own, as a diff
+  toolkit validate recipe=mine              every problem at once
+  toolkit plan recipe=mine hardware=h100x8  does it fit, how long, what cost
+  toolkit launch recipe=mine                train it on all GPUs of this machine
 """
 
 
@@ -30,10 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0, 1 for a failure, 2 for a wrong recipe or usage."""
     parser = _parser()
     arguments = sys.argv[1:] if arguments is None else arguments
+    if meant := _misspelt(arguments[:1]):
+        parser.error(f"there is no command {arguments[0]}; did you mean `{meant}`?")
     options, rest = parser.parse_known_args(arguments)
     # argparse takes positional arguments in one block; here they may stand on both sides of an option.
     if any(argument.startswith("-") for argument in rest) or (rest and "arguments" not in options):
-        parser.error(_unknown(rest, arguments))
+        parser.error(_unknown(rest, arguments, [name for name, _ in COMMANDS[options.command]]))
     if rest:
         options.arguments += rest
     quiet_libraries()
@@ -62,8 +64,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _unknown(rest: Sequence[str], arguments: Sequence[str]) -> str:
-    """What is said of options that no command has: what Hydra's do, and keys of a recipe or of other tools."""
+def _misspelt(first: Sequence[str]) -> str:
+    """The command that the first word may mean; empty where it is one, or is like none."""
+    from toolkit.recipe import did_you_mean
+
+    names = [command.__name__ for command in COMMANDS]
+    return next((did_you_mean(word, names) for word in first if word not in names and not word.startswith("-")), "")
+
+
+def _unknown(rest: Sequence[str], arguments: Sequence[str], names: Sequence[str]) -> str:
+    """What is said of options that a command does not have: which of its own is meant, what Hydra's do, and keys of a
+    recipe or of other tools.
+
+    Args:
+        names: Of the command's options.
+    """
+    from toolkit.recipe import did_you_mean
     from toolkit.recipe.hydra_habits import refuse_flags
     from toolkit.recipe.other_tools import translation
     from toolkit.recipe.schema import Recipe, leaf_paths
@@ -77,6 +93,9 @@ def _unknown(rest: Sequence[str], arguments: Sequence[str]) -> str:
     hint = f"; keys of a recipe are written without dashes: {' '.join(f'{key}=VALUE' for key in known)}" * bool(known)
     others = ((key, translation(key, "VALUE", "VALUE")) for key in keys if key not in known)
     hint += "".join(f"; for {key}: {answer}" for key, answer in others if answer)
+    own = [name.lstrip("-") for name in (*names, "--verbose", "--quiet") if name.startswith("--")]
+    meant = [did_you_mean(key, own) for key in keys if key not in known]
+    hint += "".join(f"; did you mean --{name}?" for name in meant if name)
     return f"unrecognized arguments: {' '.join(rest)}{hint}"
 
 

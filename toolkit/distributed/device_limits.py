@@ -94,7 +94,9 @@ def check_cpu(recipe: Recipe, deepspeed_takes_fp16: bool = True) -> None:
     Raises:
         UserError: Naming the setting to change.
     """
-    if recipe.precision == "fp16" and not (recipe.strategy.zero_stage and deepspeed_takes_fp16):
+    # Left to the plan, it is no engine on a CPU.
+    zero = recipe.strategy.name != "auto" and recipe.strategy.zero_stage
+    if recipe.precision == "fp16" and not (zero and deepspeed_takes_fp16):
         raise UserError(
             "precision=fp16 needs a GPU: its loss scaling does not run on a CPU", "set precision=bf16 or fp32"
         )

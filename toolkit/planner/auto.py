@@ -158,10 +158,12 @@ def _rivals(section: str, best: Candidate, explored: Sequence[Candidate]) -> lis
     alike = []
     for value, candidates in others.items():
         rival = fastest(candidates)
-        if rival is None or (rival.fits, best.fits) == ("tight", "yes"):
+        if rival is None or rival.tries > best.tries * (1 + TIE):
             same_batch = [each for each in candidates if each.recipe.batch == best.recipe.batch]
             rival = rival or least(same_batch or candidates)
             lacks = f"might not fit ({_most(rival)})" if rival.fits == "tight" else f"would not fit ({rival.need})"
+            if rival.fits == best.fits == "tight":
+                lacks = f"leaves less room ({rival.need})"
             slower = best.seconds / rival.seconds - 1
             text = f"{slower:.0%} slower than {value}, which {lacks}" if slower > best.tie else f"{value} {lacks}"
             texts.append((0, text))
@@ -179,9 +181,8 @@ def _rivals(section: str, best: Candidate, explored: Sequence[Candidate]) -> lis
 
 def _most(each: Candidate) -> str:
     """What a candidate needs at the upper end of its range, which is what does not fit of one that might."""
-    fit, total = each.plan.fit, each.plan.memory[0].total
-    needed = fit.needed * total.high / total.value
-    return f"up to {needed / 2**30:.1f} of {fit.available / 2**30:.1f} GiB of {fit.where}"
+    fit = each.plan.fit
+    return f"up to {each.most / 2**30:.1f} of {fit.available / 2**30:.1f} GiB of {fit.where}"
 
 
 def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: Sequence[Candidate]) -> UserError:
@@ -189,10 +190,13 @@ def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimate, explor
         # A recipe that was loaded without being checked.
         if problems := check(recipe):
             return RecipeError("", problems)
+        kept = {f"strategy.{key}": value for key, value in recipe.strategy.model_dump(exclude_defaults=True).items()}
+        kept.pop("strategy.name", None)
+        without = f"leave out {as_arguments(kept)}, which few strategies have, or " if kept else ""
         return UserError(
             f"{' and '.join(recipe.undecided)} cannot be decided: no setting goes with the rest of the recipe on "
             f"{hardware.name}",
-            "set these keys; `toolkit validate` then says what stands against them",
+            f"{without}set these keys; `toolkit validate` then says what stands against them",
         )
     nearest, same = least(explored), same_training(recipe, hardware, estimate)
     found = [*filter(None, [same]), *remedies(nearest.recipe, hardware, estimate)]

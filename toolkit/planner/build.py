@@ -100,15 +100,19 @@ class _Question:
             kept, again = known
             workload = dataclasses.replace(workload, written_again=again)
         drives = disk(workload)
-        done = work(
-            workload,
-            self.statistics,
-            self.price,
+        worked = functools.partial(
+            work,
+            counted=self.statistics,
+            price=self.price,
             attention=backend,
             experts=experts,
             drives=drives,
             may_compile=kernels.may_compile(hardware) and not compilation.unfit(recipe, self.config),
         )
+        done, uncompiled = worked(workload), ""
+        if done.compile_seconds and hardware.lacks:
+            uncompiled = kernels.UNCOMPILED + hardware.lacks
+            done = worked(dataclasses.replace(workload, recipe=recipe.with_values({"compile": "off"})))
         compiles = "layers" if done.compile_seconds else "off"
         if kept is None:
             kept = of_compiled(trace, setting, device, find) if compiles == "layers" else trace
@@ -169,7 +173,7 @@ class _Question:
             serving=serving(recipe.method, self.config, trace.whole(), device.memory, self.context or layout.seq_len),
             advice=[],
             origin=trace.origin,
-            notes=[*filter(None, [why]), *notes_of(recipe, hardware, trace, done, self.config)],
+            notes=[*filter(None, [why, uncompiled]), *notes_of(recipe, hardware, trace, done, self.config)],
         )
 
     def _teacher(
@@ -293,16 +297,17 @@ def estimate(
     recipe, precision = fastest_precision(recipe, hardware)
     device = hardware.device
     check_device(recipe, device.kind, device.capability, device.title)
+    if recipe.activation_checkpointing.mode == "elementwise":
+        # The rules say it of a model whose config is at hand.
+        unfit, lacks = compilation.unfit(recipe, question.config), hardware.lacks
+        if why := unfit or (f"on this machine {lacks}" if lacks else ""):
+            raise UserError(
+                f"activation_checkpointing.mode=elementwise is done by compiled layers, and {why}",
+                f"{'' if unfit else 'install it, or '}set activation_checkpointing.mode=full",
+            )
     # An engine must be known before the data is prepared, and be the same when the run is continued; a micro-batch not.
     known = question.statistics if recipe.knows_engine else None
     recipe, chosen = decide(recipe, hardware, config=question.config, statistics=known, tracing=tracing)
-    elementwise = recipe.activation_checkpointing.mode == "elementwise"
-    if elementwise and (why := compilation.unfit(recipe, question.config)):
-        # The rules say it of a model whose config is at hand.
-        raise UserError(
-            f"activation_checkpointing.mode=elementwise is done by compiled layers, and {why}",
-            "set activation_checkpointing.mode=full",
-        )
     plan = question.plan(recipe, hardware, may_trace=True)
     assert plan is not None
     if plan.origin == "formulas" and config is None and not model_configs.known_model(recipe.model):
@@ -397,8 +402,8 @@ def decide(
 def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) -> Fit:
     """Whether all fits; the scarcest place decides."""
     fullest = ranks[0]
-    phase = fullest.phases[fullest.peak_phase]
-    part = max(phase, key=lambda key: phase[key])
+    parts = fullest.parts_at_peak()
+    part = max(parts, key=lambda key: parts[key])
 
     def into(where: str, available: int, needed: int, decides: str, worst: float = 0.0) -> Fit:
         answer: Answer = "no" if needed > available else "tight" if worst > available else "yes"

@@ -20,6 +20,8 @@ from toolkit.recipe import Recipe
 
 EAGER = "attention: eager"
 """How the reason begins for which `auto` takes it."""
+UNCOMPILED = "layers are not compiled: "
+"""How the note begins that says what this machine lacks for it."""
 
 
 def backend(

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from toolkit.distributed.layout import World
-from toolkit.models.compilers import missing
 from toolkit.planner.auto import fastest_precision
 from toolkit.planner.build import decide
 from toolkit.planner.hardware import Hardware, find, this_machine
@@ -28,11 +27,7 @@ def decide_for_launch(loaded: Loaded, world: World, folder: str | Path | None = 
     Raises:
         UserError: If nothing fits, or these processes cannot take the recipe.
     """
-    asked, hardware = loaded.recipe, launched_on(world, folder)
-    # What only compiled layers do is no choice where they cannot be compiled.
-    left_off = asked.compile == "auto" and missing(hardware.device.kind)
-    recipe, chosen = decide_engine(asked.with_values({"compile": "off"}) if left_off else asked, hardware)
-    return loaded.decided(recipe.with_values({"compile": asked.compile}), chosen)
+    return loaded.decided(*decide_engine(loaded.recipe, launched_on(world, folder)))
 
 
 def launched_on(

@@ -33,6 +33,11 @@ PARTS = {
     "cache": "keys and values of the answers that are generated",
 }
 """What the allocator holds, by part."""
+OVERHEAD = {
+    "fragmentation": "what the allocator holds and cannot hand out",
+    "context": "CUDA context, NCCL and loaded kernels; on a CPU the interpreter and its libraries",
+}
+"""What lies on the device beside it."""
 
 
 class UnknownSize(UserError):
@@ -84,6 +89,13 @@ class Memory(Figures):
             raise ValueError(f"peak_phase {self.peak_phase!r} is none of phases")
         return self
 
+    def parts_at_peak(self) -> dict[str, float]:
+        """What one device holds at its worst moment, by part, in bytes; the sum is `total.value`."""
+        phase = self.phases[self.peak_phase]
+        overhead = {"fragmentation": self.reserved.value - self.allocated, "context": float(self.context)}
+        parts = {part: float(phase.get(part, 0)) for part in PARTS} | overhead
+        return {part: amount for part, amount in parts.items() if amount > 0}
+
 
 class Host(Figures):
     """Bytes of host RAM on one node, at the worst moment."""
@@ -129,7 +141,7 @@ class Fit(Figures):
     margin: int
     """Bytes available less bytes needed, in the scarcest place."""
     decides: str
-    """The part of memory that is largest at the peak."""
+    """The part that is largest in the scarcest place at the peak."""
 
 
 class Link(Figures):

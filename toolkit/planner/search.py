@@ -99,6 +99,22 @@ class Candidate:
         return self.seconds * self.plan.devices / self.plan.work.tokens_per_step
 
     @property
+    def most(self) -> float:
+        """Bytes needed of what is scarcest at the upper end of the range of memory."""
+        total = self.plan.memory[0].total
+        return self.plan.fit.needed * total.high / total.value
+
+    @property
+    def tries(self) -> float:
+        """How many times its time it costs, as memory may end it: half of all runs need more than the estimate, and
+        none more than the upper end of its range; 1 where that is there."""
+        if self.fits == "yes":
+            return 1.0
+        fit = self.plan.fit
+        room = max(0, fit.margin) / (self.most - fit.needed) if self.most > fit.needed else 0.0
+        return 2 / (1 + min(1.0, room))
+
+    @property
     def total(self) -> int:
         """Bytes of device memory on the fullest rank."""
         return int(max(memory.total.value for memory in self.plan.memory))
@@ -359,18 +375,19 @@ def fitting(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def fastest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """The fastest that fits; of equally fast ones the simplest, then the one with the least memory."""
+    """The fastest that fits; of equally fast ones the simplest, then the one with the least memory. Where none fits for
+    sure, time counts with the risk: one that takes a little longer and leaves some room is taken."""
     there = fitting(candidates)
-    limit = min((each.seconds * (1 + each.tie) for each in there), default=0.0)
-    equal = [each for each in there if each.seconds <= limit]
+    limit = min((each.seconds * each.tries * (1 + each.tie) for each in there), default=0.0)
+    equal = [each for each in there if each.seconds * each.tries <= limit]
     return min(equal, key=lambda each: (each.rank, each.total, each.seconds), default=None)
 
 
 def cheapest(candidates: Iterable[Candidate]) -> Candidate | None:
     """The one that fits with the least device-seconds per token; of equally cheap ones the fastest."""
     there = fitting(candidates)
-    limit = min((each.cost for each in there), default=0.0) * (1 + TIE)
-    return fastest(each for each in there if each.cost <= limit)
+    limit = min((each.cost * each.tries for each in there), default=0.0) * (1 + TIE)
+    return fastest(each for each in there if each.cost * each.tries <= limit)
 
 
 def least(candidates: Iterable[Candidate]) -> Candidate:

@@ -48,7 +48,7 @@ def stacks(plans: Sequence[tuple[str, Plan]], amounts: bool = False) -> dict[str
     unit = view.Unit.of(scale)
     sums: dict[str, float] = {}
     for _, plan in plans:
-        sums |= view.parts_at_peak(plan.memory[0])
+        sums |= plan.memory[0].parts_at_peak()
     legend = [
         (part, hint, f"{unit.text(sums[part])} {unit.name}" if amounts else "")
         for part, hint in view.ALL_PARTS.items()
@@ -60,7 +60,7 @@ def stacks(plans: Sequence[tuple[str, Plan]], amounts: bool = False) -> dict[str
 def _stack(label: str, plan: Plan, scale: float, unit: view.Unit) -> dict[str, Any]:
     """One bar; places and widths as CSS percentages of `scale` bytes."""
     memory, start, pieces = plan.memory[0], 0.0, []
-    for part, amount in view.parts_at_peak(memory).items():
+    for part, amount in memory.parts_at_peak().items():
         text = f"{part} {unit.text(amount)} {unit.name}"
         pieces.append({"part": part, "left": f"{start / scale:.3%}", "width": f"{amount / scale:.3%}", "text": text})
         start += amount

@@ -124,7 +124,7 @@ def memory_text(plan: Plan, columns: int = 80, short: bool = False) -> Text:
     ranks = "" if memory.ranks == "every rank" else f" ({memory.ranks})"
     title = Text(f"Memory of one device{ranks}, {unit.name}, at its peak ({memory.peak_phase})", "bold")
     start, rows = 0.0, list[tuple[Text, ...]]()
-    parts = view.parts_at_peak(memory)
+    parts = memory.parts_at_peak()
     if short and len(small := [name for name, amount in parts.items() if amount < total.value / 50]) > 1:
         parts["other"] = sum(parts.pop(name) for name in small)
     for name, amount in parts.items():
@@ -178,7 +178,7 @@ def comparison_text(rows: Sequence[Plan | Refused], columns: int = 80) -> Text:
             blocks.append(table([(Text(brief(row.reason, 4), "dim"),)], "l", columns=columns, indent=2))
         else:
             blocks.append(Text("  ").append_text(_stack(row, scale, columns - 4)))
-    used = {part for plan in plans for part in view.parts_at_peak(plan.memory[0])}
+    used = {part for plan in plans for part in plan.memory[0].parts_at_peak()}
     if used:
         names = [f"{_LINE} the device's memory", *(f"{LETTERS[part][0]} {part}" for part in LETTERS if part in used)]
         # Lines break between entries, not inside one.
@@ -264,7 +264,7 @@ def _stack(plan: Plan, scale: float, room: int) -> Text:
     """All parts in one bar of letters, with the device's line."""
     text = Text()
     total = 0.0
-    for part, amount in view.parts_at_peak(plan.memory[0]).items():
+    for part, amount in plan.memory[0].parts_at_peak().items():
         total += amount
         letter, style = LETTERS[part]
         count = round(total / scale * room) - len(text.plain)

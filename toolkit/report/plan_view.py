@@ -9,14 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from toolkit.common import byte_unit, bytes_text, compact, duration
-from toolkit.planner.plan import PARTS, PHASES, Advice, Memory, Plan, Range, Refused, Served, Work
+from toolkit.planner.plan import OVERHEAD, PARTS, PHASES, Advice, Memory, Plan, Range, Refused, Served, Work
 from toolkit.planner.speed.communication import HOST, NVME
 
-OVERHEAD = {
-    "fragmentation": "what the allocator holds and cannot hand out",
-    "context": "CUDA context, NCCL and loaded kernels; on a CPU the interpreter and its libraries",
-}
-"""What lies on the device beside `plan.PARTS`."""
 ALL_PARTS: Mapping[str, str] = {**PARTS, **OVERHEAD}
 ANSWERS = {"yes": "fits", "tight": "tight", "no": "does not fit"}
 _FOLDED_SHARE = 0.002
@@ -42,14 +37,6 @@ class Unit:
             return "<0.01"
         sign = "-" if value < 0 else ""
         return sign + (f"{scaled:.2f}" if scaled < 9.995 else f"{scaled:.1f}" if scaled < 999.95 else f"{scaled:,.0f}")
-
-
-def parts_at_peak(memory: Memory) -> dict[str, float]:
-    """What one device holds at its worst moment, by part; the sum is `memory.total.value`."""
-    phase = memory.phases[memory.peak_phase]
-    parts: dict[str, float] = {part: phase[part] for part in PARTS if phase.get(part)}
-    overhead = {"fragmentation": memory.reserved.value - memory.allocated, "context": memory.context}
-    return parts | {part: amount for part, amount in overhead.items() if amount > 0}
 
 
 def phase_table(memory: Memory) -> tuple[list[str], dict[str, list[int]]]:

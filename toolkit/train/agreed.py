@@ -15,7 +15,8 @@ from toolkit.models import compilers, device, liger_kernels
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.load import ModelSource
 from toolkit.models.pipeline import Split
-from toolkit.planner.kernels import EAGER
+from toolkit.planner.kernels import EAGER, UNCOMPILED
+from toolkit.planner.plan import Plan
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.terminal import Progress
 from toolkit.train.plan_guard import PlanGuard
@@ -49,7 +50,7 @@ def compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) ->
     """Whether the layers are compiled: as the recipe or the plan says, and where every process can."""
 
     def judge(lacks: Mapping[int, str]) -> bool:
-        planned = "layers" if guard and guard.plan.work.compile_seconds else "off"
+        planned = "layers" if guard and _compiles(guard.plan) else "off"
         wanted = "layers" if recipe.compiles_layers else planned if recipe.compile == "auto" else "off"
         rank, reason = next(((rank, each) for rank, each in lacks.items() if each), (0, ""))
         if wanted == "layers" and reason:
@@ -57,6 +58,11 @@ def compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) ->
         return wanted == "layers" and not reason
 
     return bool(rendezvous.exchange("compile", compilers.missing(device.kind()), judge))
+
+
+def _compiles(plan: Plan) -> bool:
+    """Whether layers are worth compiling by a plan, which counts them as they are where this machine cannot."""
+    return bool(plan.work.compile_seconds) or any(note.startswith(UNCOMPILED) for note in plan.notes)
 
 
 def compiled(recipe: Recipe, model: Any) -> CompiledLayers | None:

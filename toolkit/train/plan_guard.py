@@ -21,7 +21,7 @@ from toolkit.planner.launch import launched_on
 from toolkit.planner.plan import Plan, UnknownSize
 from toolkit.recipe import Loaded, model_configs
 from toolkit.report.load import Measured
-from toolkit.report.plan_view import change_text, fit_text, parts_at_peak
+from toolkit.report.plan_view import change_text, fit_text
 from toolkit.train.process import peak_host_bytes
 
 _SPARE = 0.9
@@ -62,7 +62,7 @@ class PlanGuard:
         smaller = dataclasses.replace(self.hardware, device=device)
         # For the smaller device `auto` would choose again, and leave nothing to change.
         ran = self.loaded.recipe.with_values({"batch.micro_batch_size": self.plan.micro_batch_size})
-        parts = parts_at_peak(self.plan.memory[0])
+        parts = self.plan.memory[0].parts_at_peak()
         largest = sorted(parts.items(), key=lambda item: -item[1])
         planned = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest if size)
         return UserError(

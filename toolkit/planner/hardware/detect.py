@@ -20,6 +20,7 @@ import psutil
 import pynvml
 
 from toolkit.common import UserError, bytes_text
+from toolkit.models.compilers import missing
 from toolkit.planner.hardware.catalogue import document, known
 from toolkit.planner.hardware.host_memory import host_memory, read_text
 from toolkit.planner.hardware.specs import Device, Efficiency, Hardware, Kind, Node, Rate
@@ -195,7 +196,7 @@ def detect(folder: Path | None = None) -> Hardware:
     node = host(len(gpus))
     device = _known(smallest, known(folder)) or _unknown(smallest, node)
     name = device.name + (f"x{len(gpus)}" if len(gpus) > 1 else "")
-    return Hardware(name, device, node, len(gpus))
+    return Hardware(name, device, node, len(gpus), lacks=missing(device.kind))
 
 
 def _known(gpu: Gpu, devices: Mapping[str, Device]) -> Device | None:
@@ -268,7 +269,7 @@ def cpu(processes: int) -> Hardware:
         efficiency=_estimates("cpu"),
         node=node,
     )
-    return Hardware(f"cpux{processes}" if processes > 1 else "cpu", device, node, processes)
+    return Hardware(f"cpux{processes}" if processes > 1 else "cpu", device, node, processes, lacks=missing("cpu"))
 
 
 def host(processes: int) -> Node:

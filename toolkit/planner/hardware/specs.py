@@ -207,6 +207,7 @@ class Hardware:
         nodes: How many.
         by_dtype: What is reached in each dtype, where that was measured, as on CPUs.
         attention: FLOP/s of attention by dtype, backend and tokens of a row, where they were measured.
+        lacks: What this machine lacks to compile layers; empty if nothing, and of other machines.
     """
 
     name: str
@@ -216,6 +217,7 @@ class Hardware:
     nodes: int = 1
     by_dtype: Mapping[str, Efficiency] = field(default_factory=dict)
     attention: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
+    lacks: str = ""
 
     @property
     def devices(self) -> int:
