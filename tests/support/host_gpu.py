@@ -149,6 +149,7 @@ class Kernels:
         self._add("_scaled_mm", self._scaled)
         self._add("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype))
         self._add("histc", lambda values, bins, min, max: values.float().cpu().histc(bins, min, max).to(values))
+        self._add("_grouped_mm", self._grouped)
         for name in ("_softmax", "_log_softmax"):
             self._add(name, functools.partial(self._normalised, getattr(torch.ops.aten, name).default))
             backward = f"{name}_backward_data"
@@ -229,6 +230,11 @@ class Kernels:
     ) -> Any:
         result = torch.addmm(to.to(dtype), a.to(dtype), b.to(dtype), beta=beta, alpha=alpha)
         return result if out is None else out.copy_(result)
+
+    @staticmethod
+    def _grouped(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        ends = None if offs is None else offs.cpu()
+        return torch.ops.aten._grouped_mm(a.cpu(), b.cpu(), ends, bias, out_dtype).to(a.device)
 
     @staticmethod
     def _normalised(by_cpu: Any, values: Any, dim: int, half_to_float: bool) -> Any:
