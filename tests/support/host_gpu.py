@@ -1,7 +1,8 @@
 """Trains as on a GPU, on a GPU whose memory is the host's and whose kernels are the CPU's (`host_gpu.cpp`).
 
-Run as a process of its own, with `environment()` and, as JSON, command lines of trainings by name; prints as JSON of
-each its exit status and where the host waited for the device in each step: a GPU idles then until more is launched.
+Run as a process of its own, with `environment()`, a file and, as JSON, command lines of trainings by name; the file
+gets, as JSON, the exit status of each, and how often the host waited for the device at a place, by step, of which those
+between steps are negative: a GPU idles then until more is launched.
 What GPUs compute faster or round otherwise is not seen, nor what streams would do side by side.
 """
 
@@ -29,8 +30,6 @@ from harness import untraced
 
 SOURCE = Path(__file__).with_name("host_gpu.cpp")
 MEMORY = 80 * 2**30
-Waits = dict[str, dict[str, int]]
-"""By step, of which those between steps are negative, how often the host waited at a place."""
 
 
 def environment() -> dict[str, str]:
