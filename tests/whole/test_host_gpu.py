@@ -14,7 +14,7 @@ from typing import Any
 import host_gpu
 import pytest
 import small
-from harness import SUPPORT, environment, losses
+from harness import SUPPORT, environment, losses, metrics
 from tiny import chat_rows, labelled_rows, pair_rows, tiny_encoder, tiny_model
 
 from toolkit.train.main import main
@@ -53,11 +53,22 @@ FULL = {
     "encoder-decoder": ["precision=fp32", *small.SEQ2SEQ],
     "teacher": TEACHER,
 }
-CASES = CORE | FULL
+DISTURBED = {
+    # Ten steps of five epochs, with metrics of every third, and whatever else happens between steps.
+    "interrupted": [
+        *("data.max_samples=10", "max_steps=10", "logging.every_steps=3", "data.eval_split=0.2"),
+        *("evaluation.every_steps=4", "checkpoint.save_steps=5"),
+    ],
+    "diverging": ["learning_rate=1e30", "max_steps=6"],
+}
+SAID = ("step", "epoch", "loss", "eval_loss", "learning_rate", "grad_norm", "tokens", "padding")
+CASES = CORE | FULL | {name: ["precision=fp32", "model.attention=sdpa", *each] for name, each in DISTURBED.items()}
 ON_CPU = {"activations on the host": {"activation_checkpointing": "none"}, "fp16": {"precision": "bf16"}}
 """What a CPU does instead."""
 DRAWN = ("rewards",)
 """Answers are drawn from probabilities of other rounding, and may be other ones."""
+WAITS_BETWEEN = ("rewards", "experts")
+"""Answers of a step are shown beside its metrics, and so is what routers did."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,8 +94,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def command(name: str, where: str, **other: str) -> list[str]:
-    common = ["recipe=small", "max_steps=4", "compile=off", f"output.dir={where}", f"output.name={name}"]
-    settings = {"precision": "bf16", "learning_rate": "1e-3"} | dict(each.split("=", 1) for each in CASES[name]) | other
+    common = ["recipe=small", "compile=off", f"output.dir={where}", f"output.name={name}"]
+    settings = (
+        {"precision": "bf16", "learning_rate": "1e-3", "max_steps": "4"}
+        | dict(each.split("=", 1) for each in CASES[name])
+        | other
+    )
     return [*common, *(f"{key}={value}" for key, value in settings.items())]
 
 
@@ -101,13 +116,26 @@ def on_gpu(*names: str) -> Any:
 
 @pytest.fixture(scope="module")
 def core(place: Path) -> Any:
-    return on_gpu(*CORE)
+    return on_gpu(*CORE, *DISTURBED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CORE)
 def test_a_training_is_that_of_a_cpu_and_waits_in_no_step(name: str, core: Any, formulas: None) -> None:
     check(name, core[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DISTURBED)
+def test_metrics_that_are_read_late_are_those_of_a_cpu(name: str, core: Any, formulas: None) -> None:
+    assert main(command(name, "cpu")) == core[name]["status"] == (name == "diverging")
+    own, others = (
+        [{key: row[key] for key in SAID if key in row} for row in metrics(Path(where, name))]
+        for where in ("gpu", "cpu")
+    )
+    assert [row["step"] for row in own] == ([0, 3, 4, 4, 6, 8, 8, 9, 10, 10] if name == "interrupted" else [1, 2])
+    # On GPUs torch sums norms in fp32.
+    assert own == [pytest.approx(row, rel=1e-5, nan_ok=True) for row in others]
 
 
 @pytest.mark.matrix
@@ -127,9 +155,11 @@ def check(name: str, found: dict[str, Any]) -> None:
     manifest = json.loads(Path("gpu", name, "manifest.json").read_text(encoding="utf-8"))
     assert manifest["hardware"]["gpus"] and manifest["plan"]["hardware"] == "h100"
     # From the third step on nothing is made for the first time. Transformers reads the masks of padded rows for torch's
-    # attention; a loss is read where it is logged, between steps.
+    # attention.
     within = {place: count for step in ("3", "4") for place, count in found["waits"].get(step, {}).items()}
     assert not {place: count for place, count in within.items() if "mask_sdpa" not in place}
     if name in ("adapters", "products in fp8", "pairs", "teacher on the host"):
         assert not within
-    assert any("_maybe_log_save_evaluate" in place for place in found["waits"]["-3"]), "waits are seen"
+    # The metrics of a step are read while the next one is computed, those of the last at once.
+    assert name in WAITS_BETWEEN or not found["waits"].get("-3")
+    assert any("_maybe_log_save_evaluate" in place for place in found["waits"]["-4"]), "waits are seen"

@@ -13,12 +13,35 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchao.float8 import Float8LinearConfig
+from torchao.float8 import Float8LinearConfig, float8_utils
+from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.common import UserError
 from toolkit.recipe.model_configs import experts
+
+_largest = float8_utils.tensor_to_amax
+
+
+def _largest_by_rows(
+    x: torch.Tensor,
+    reduce_amax: bool = False,
+    device_mesh: Any = None,
+    scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE,
+    axiswise_dim: int | None = None,
+) -> torch.Tensor:
+    """The largest number of a tensor, of its rows' largest ones.
+
+    Compiled for any number of rows, torch's search of all numbers at once divides the place of each by that of all, in
+    64 bits: on an H200 it read 1.3 of 4 TB/s. Rows are searched at the speed of memory, by what computes them if it can.
+    """
+    if scaling_granularity is ScalingGranularity.TENSORWISE and x.dim() > 1 and x.is_contiguous():
+        x = x.abs().amax(-1)
+    return _largest(x, reduce_amax, device_mesh, scaling_granularity, axiswise_dim)
+
+
+float8_utils.tensor_to_amax = _largest_by_rows
 
 
 class Fp8Products(Float8Linear):

@@ -105,6 +105,7 @@ class BatchGuard(TrainerCallback):
             self._note(step)
         state.stateful_callbacks[_STATE] = {"losses": list(self._window), "skipped": self._skipped}
         control.should_log = control.should_log or bool(self._ends)
+        trainer.row_at_once = True  # The device has been waited for.
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         # Only now: the metrics show the step.

@@ -107,7 +107,7 @@ class Meter(TrainerCallback):
         if not logs or "loss" not in logs or state.global_step == self._step:
             return
         tokens, padding = self._tokens(self._step, state.global_step)
-        now = time.monotonic()
+        now = self._trainer.row_time or time.monotonic()
         seconds = max(1e-9, now - self._step_time - self._paused)
         rate = tokens / seconds
         steps = state.global_step - self._step
@@ -231,7 +231,8 @@ class Evaluator(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Ask for the step's metrics now, so that `metrics.jsonl` stays in order whatever the logging interval.
-        control.should_log = control.should_log or self._due(state)
+        if self._due(state):
+            control.should_log = self._session.trainer.row_at_once = True
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._due(state):

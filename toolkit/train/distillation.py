@@ -88,6 +88,7 @@ class DistillationTrainer(Telling, CausalTrainer):
         self.see(sent(sums, self.args.device, torch.float64))
         computed = sent(sum(len(row["input_ids"]) for row in rows), self.args.device)
         self._computed += int(self.accelerator.reduce(computed, reduction="sum"))
+        self.row_at_once = True  # With an answer beside it.
         self.shown = [
             {"prompt": asker.text(prompt), "answer": asker.text(given)}
             for prompt, given in zip(prompts[:1], answers, strict=False)

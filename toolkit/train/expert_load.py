@@ -17,12 +17,15 @@ class ExpertLoad(TrainerCallback):
     """
 
     def __init__(self, session: Session) -> None:
-        self._routing, self._device = Routing(session.trainer.model), session.trainer.args.device
+        self._trainer, self._routing = session.trainer, Routing(session.trainer.model)
         self._load: Load | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._routing:
-            self._routing.begin(self._device)
+            self._routing.begin(self._trainer.args.device)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.row_at_once = self._trainer.row_at_once or bool(self._routing)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self._routing and logs and "loss" in logs:

@@ -90,6 +90,7 @@ class PolicyTrainer(AnswerTrainer):
         longest = self.asker.recipe.rollout.max_completion_tokens
         count = divisor(self.objective, self.settings, answers, int(tokens), longest) * dividing()
         self.waiting.trained = self.waiting.trained + self._tokens
+        self.row_at_once = True  # With an answer beside it.
         asked = self._sum([sum(len(each.asked) * len(each.answers) for each in every)])[0]
         self._computed += self._tokens + int(asked)
         if step % times == 0:

@@ -56,6 +56,7 @@ from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.completion import Completion, source_of
 from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.finite import Finite
+from toolkit.train.late_rows import TellLate
 from toolkit.train.objectives import head_of, settings_of, trainer_class, with_numbers
 from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.profiler import Profiler
@@ -389,6 +390,7 @@ class Callbacks:
         reference = Reference(session) if session.recipe.refers else None
         for each in (
             self.completion,
+            TellLate(session.trainer),
             EndOfReading(),
             Verify(session),
             reference,

@@ -6,6 +6,7 @@ of processes, and what an engine needs to be told about weights that a loss read
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -39,6 +40,7 @@ from toolkit.train.divided import Divided
 from toolkit.train.divided_experts import DividedExperts
 from toolkit.train.elastic import Continues
 from toolkit.train.gradients import clip_gradients
+from toolkit.train.late_rows import LateRows
 from toolkit.train.pipelined import Pipelined
 from toolkit.train.stage_files import naming_adapters
 from toolkit.train.staging import Saves
@@ -97,7 +99,7 @@ def _of_worker(error: UserError) -> UserError:
     return UserError(what, change) if traced else error
 
 
-class _ExactMixin(Measuring, Pipelined, Divided, DividedExperts, Continues):
+class _ExactMixin(LateRows, Measuring, Pipelined, Divided, DividedExperts, Continues):
     """What both trainers share. Set `saves`, `batches`, `casts` and `guard` after construction."""
 
     saves: Saves
@@ -132,9 +134,9 @@ class _ExactMixin(Measuring, Pipelined, Divided, DividedExperts, Continues):
         """
         total, count, balance = self.score(model, inputs)  # type: ignore[attr-defined]
         loss = total / (count if num_items_in_batch is None else num_items_in_batch)
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:  # type: ignore[attr-defined]
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # As many as the gradients are averaged over.
-            loss = loss * (self.accelerator.num_processes // (dividing() * piped()))  # type: ignore[attr-defined]
+            loss = loss * (self.accelerator.num_processes // (dividing() * piped()))
         if balance is not None:
             # Of each micro-batch, and averaged over all.
             loss = loss + balance / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
@@ -150,20 +152,26 @@ class _ExactMixin(Measuring, Pipelined, Divided, DividedExperts, Continues):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Theirs takes a step before it asks whether training is over, which it is where it goes on from its end."""
-        state, control = self.state, self.control  # type: ignore[attr-defined]
+        state, control = self.state, self.control
         control.should_training_stop = control.should_training_stop or state.global_step >= state.max_steps
         if not control.should_training_stop:
-            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+            try:
+                super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+            except BaseException:
+                # The metrics show the last whole step, whatever ended the next one.
+                with contextlib.suppress(Exception):
+                    self.tell_late()
+                raise
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        beat(f"in step {self.state.global_step + 1}")  # type: ignore[attr-defined]
+        beat(f"in step {self.state.global_step + 1}")
         # DeepSpeed has both methods of its own, and FSDP other parameters during a pass than between steps.
         engine = self.is_deepspeed_enabled or self.is_fsdp_enabled  # type: ignore[attr-defined]
         if not engine and "zero_grad" not in vars(model):
             spare_walks(model)
         if self.casts is None:
             return super().training_step(model, *args, **kwargs)
-        with self.casts.micro_batch(last=self.accelerator.sync_gradients):  # type: ignore[attr-defined]
+        with self.casts.micro_batch(last=self.accelerator.sync_gradients):
             return super().training_step(model, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -179,7 +187,7 @@ class _ExactMixin(Measuring, Pipelined, Divided, DividedExperts, Continues):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step and the number of their trained tokens."""
         started = time.monotonic()
-        beat(f"waiting for the data of step {self.state.global_step + 1}")  # type: ignore[attr-defined]
+        beat(f"waiting for the data of step {self.state.global_step + 1}")
         try:
             with torch.profiler.record_function(WAITING):
                 batches, count = super().get_batch_samples(*args, **kwargs)
@@ -194,7 +202,7 @@ class _ExactMixin(Measuring, Pipelined, Divided, DividedExperts, Continues):
         """Theirs divides rows into batches by number."""
         if self.batches is None:
             return super().get_train_dataloader()  # type: ignore[misc]
-        args = self.args  # type: ignore[attr-defined]
+        args = self.args
         loader: DataLoader[Any] = DataLoader(
             self.train_dataset,  # type: ignore[attr-defined]
             batch_sampler=self.batches,
@@ -204,7 +212,7 @@ class _ExactMixin(Measuring, Pipelined, Divided, DividedExperts, Continues):
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
-        return self.accelerator.prepare_data_loader(loader)  # type: ignore[attr-defined]
+        return self.accelerator.prepare_data_loader(loader)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The engines write all that a checkpoint needs themselves. Another copy, for which the whole model is gathered
@@ -216,16 +224,16 @@ class _ExactMixin(Measuring, Pipelined, Divided, DividedExperts, Continues):
         return str(self.saves.place)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        beat(f"saving the checkpoint of step {self.state.global_step}")  # type: ignore[attr-defined]
-        step, write = self.state.global_step, super()._save_checkpoint  # type: ignore[misc,attr-defined]
-        self.saves.write(self.accelerator, step, lambda: write(model, trial))  # type: ignore[attr-defined]
+        beat(f"saving the checkpoint of step {self.state.global_step}")
+        step, write = self.state.global_step, super()._save_checkpoint  # type: ignore[misc]
+        self.saves.write(self.accelerator, step, lambda: write(model, trial))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The weights alone, under the names by which they are read back. Theirs are the hub's, under which models that
         Transformers 5 renames or joins while loading, such as mixtures of experts, would silently keep old weights."""
         model: Any = self.model  # type: ignore[attr-defined]
-        folder = Path(output_dir or self.args.output_dir)  # type: ignore[attr-defined]
-        if not self.args.should_save:  # type: ignore[attr-defined]
+        folder = Path(output_dir or self.args.output_dir)
+        if not self.args.should_save:
             return
         if not hasattr(model, "peft_config"):
             model.save_pretrained(folder, save_original_format=False, state_dict=state_dict)
@@ -245,9 +253,13 @@ class _ExactMixin(Measuring, Pipelined, Divided, DividedExperts, Continues):
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _clip_grad_norm(self, model: Any) -> Any:
+        args: Any = self.args
         if self._sums_norm_itself:
-            return clip_gradients(self._updated(), self.args.max_grad_norm)  # type: ignore[attr-defined]
-        return super()._clip_grad_norm(model)  # type: ignore[misc]
+            return clip_gradients(self._updated(), args.max_grad_norm)
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # type: ignore[attr-defined]
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        # Theirs looks for gradients in all modules of a model.
+        return self.accelerator.clip_grad_norm_(self._updated(), args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if grad_norm is None and self._sums_norm_itself:
@@ -261,7 +273,7 @@ class _ExactMixin(Measuring, Pipelined, Divided, DividedExperts, Continues):
     def _sums_norm_itself(self) -> bool:
         """On CPUs, except under DeepSpeed, which sums in double precision too; and of parts and stages, of which torch
         has none of the others."""
-        ours = self.args.device.type == "cpu" or holds_parts() or piped() > 1  # type: ignore[attr-defined]
+        ours = self.args.device.type == "cpu" or holds_parts() or piped() > 1
         return ours and not self.is_deepspeed_enabled  # type: ignore[attr-defined]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
