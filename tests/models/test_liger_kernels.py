@@ -68,7 +68,7 @@ def test_the_tiny_copy_is_whole_where_zero3_divides_models(outcomes):
     assert outcomes["under ZeRO-3"] == ""
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_training_uses_them_where_layers_are_not_compiled_and_its_losses_stay(paths, tmp_path):
     small.populate(tmp_path, "llama")
     leave_unmeasured(Path(os.environ["TOOLKIT_CACHE"]))

@@ -27,6 +27,7 @@ from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models.adapters import add_method
 from toolkit.models.compiled_layers import CompiledLayers
+from toolkit.models.fp8_products import multiply_in_fp8
 from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
@@ -40,6 +41,7 @@ from toolkit.planner.trace.shallow import Shallow, _layers, build, depths, load_
 from toolkit.planner.trace.tracker import Tracker
 from toolkit.planner.trace.types import Moment, Shape, Trace
 from toolkit.recipe import Recipe, model_configs
+from toolkit.recipe.precisions import FP8_SCALING
 
 LLAMA_1B, LLAMA_8B = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B"
 BATCH, LENGTH = 3, 96
@@ -183,9 +185,10 @@ def test_a_trace_is_what_real_tensors_take(
 @pytest.mark.parametrize(
     ("model", "method", "precision", "left"),
     [
-        (LLAMA_1B, FULL, "pure_bf16", 0.75),
+        (LLAMA_1B, FULL, "fp32", 0.75),
         pytest.param(LLAMA_1B, FULL, "bf16", 0.6, marks=pytest.mark.matrix),  # Copies of weights are made again, too.
-        pytest.param(LLAMA_1B, FULL, "fp32", 0.75, marks=pytest.mark.matrix),
+        pytest.param(LLAMA_1B, FULL, "pure_bf16", 0.75, marks=pytest.mark.matrix),
+        pytest.param(LLAMA_1B, FULL, "pure_fp8", 0.9, marks=pytest.mark.matrix),
         pytest.param(LLAMA_1B, LORA, "bf16", 0.75, marks=pytest.mark.matrix),
         pytest.param(LLAMA_1B, QLORA, "bf16", 0.75, marks=pytest.mark.matrix),
         # Its MLP is narrower beside its attention.
@@ -203,7 +206,8 @@ def test_compiled_layers_keep_what_is_traced_of_them(
     Args:
         left: The share that is kept at most where element-wise work is computed again.
     """
-    folder = tiny_model(model, tmp_path)
+    products = FP8_SCALING.get(precision, "")
+    folder = tiny_model(model, tmp_path, layers=5 if products else 2)
     config = json.loads((folder / "config.json").read_text())
     recipe = Recipe.model_validate(
         {"model": {"path": str(folder)}, "data": {"sources": ["unread"], "packing": True}}
@@ -212,7 +216,7 @@ def test_compiled_layers_keep_what_is_traced_of_them(
     cpu = setting_of(recipe, config, "cpu", "sdpa", BatchLayout(BATCH, BATCH, 1, 1, LENGTH))
     plain, elementwise = (_kept_by_inductor(recipe, config, each) for each in (False, True))
     for mode, measured in (("none", plain), ("elementwise", elementwise)):
-        planned = traced(dataclasses.replace(cpu, compiled=True, checkpointing=mode))
+        planned = traced(dataclasses.replace(cpu, compiled=True, checkpointing=mode, products=products))
         assert planned.kept.at(Shape(1, BATCH, LENGTH)) == pytest.approx(measured, rel=0.01), mode
     assert traced(cpu).kept.at(Shape(1, BATCH, LENGTH)) > 1.1 * plain
     assert elementwise < left * plain
@@ -223,6 +227,10 @@ def _kept_by_inductor(recipe: Recipe, config: dict[str, Any], elementwise: bool)
     torch._dynamo.reset()
     types = dtypes(recipe)
     trained = add_method(ModelSource.open(recipe).load(types, "sdpa"), recipe, types).train()
+    # The first and the last layer multiply in bf16.
+    ends = recipe.precision in FP8_SCALING
+    if ends:
+        multiply_in_fp8(trained, FP8_SCALING[recipe.precision])
     layers = CompiledLayers(trained, elementwise=elementwise)
     ids = torch.ones(BATCH, LENGTH, dtype=torch.long)
     positions = (ids.cumsum(1) - 1) % (LENGTH // 2)
@@ -245,8 +253,9 @@ def _kept_by_inductor(recipe: Recipe, config: dict[str, Any], elementwise: bool)
         loss.backward()
         return total
 
-    deep = bytes_with(config["num_hidden_layers"])
-    measured = (deep - bytes_with(1)) / (config["num_hidden_layers"] - 1)
+    most, least = config["num_hidden_layers"] - ends, 1 + ends
+    deep = bytes_with(most)
+    measured = (deep - bytes_with(least)) / (most - least)
     assert layers.graphs >= 1
     return measured
 

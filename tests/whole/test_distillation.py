@@ -87,7 +87,7 @@ def test_an_engine_equals_one_process(
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_demo_recovers_what_four_bits_have_lost(tmp_path: Path, ranks: Ranks) -> None:
     """With a real model: on held-out rows it comes nearer to itself in full precision."""
     less = ["schedule.max_steps=6", "batch.global_batch_size=4", "data.eval_max_samples=6"]

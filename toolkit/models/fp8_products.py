@@ -34,7 +34,7 @@ def _largest_by_rows(
     """The largest number of a tensor, of its rows' largest ones.
 
     Compiled for any number of rows, torch's search of all numbers at once divides the place of each by that of all, in
-    64 bits: on an H200 it read 1.3 of 4 TB/s. Rows are searched at the speed of memory, by what computes them if it can.
+    64 bits: on an H200 it read 1.3 of 4 TB/s. Rows are searched at the speed of memory.
     """
     if scaling_granularity is ScalingGranularity.TENSORWISE and x.dim() > 1 and x.is_contiguous():
         x = x.abs().amax(-1)

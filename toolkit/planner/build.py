@@ -41,6 +41,7 @@ from toolkit.planner.trace.store import Tracing
 from toolkit.planner.trace.types import Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe, compilation, model_configs
+from toolkit.recipe.precisions import FP8_SCALING
 from toolkit.recipe.teaching import of_teacher
 
 __all__ = ["decide", "estimate", "estimate_layouts", "run_folder_bytes"]
@@ -69,6 +70,8 @@ class _Question:
         def find(setting: Setting) -> Trace | None:
             return store.obtain(setting, self.tracing) if may_trace else store.find(setting)
 
+        # Uncompiled, products in fp8 keep what those in bf16 do.
+        in_layers = dataclasses.replace(setting, products=FP8_SCALING.get(recipe.precision, ""))
         trace = find(setting) or store.find(setting.in_bf16())
         if trace is None:
             return None
@@ -94,7 +97,7 @@ class _Question:
             )
         kept = None
         if recipe.activation_checkpointing.mode == "elementwise":
-            known = of_elementwise(trace, setting, device, find)
+            known = of_elementwise(trace, in_layers, device, find)
             if known is None:
                 return None
             kept, again = known
@@ -115,7 +118,7 @@ class _Question:
             done = worked(dataclasses.replace(workload, recipe=recipe.with_values({"compile": "off"})))
         compiles = "layers" if done.compile_seconds else "off"
         if kept is None:
-            kept = of_compiled(trace, setting, device, find) if compiles == "layers" else trace
+            kept = of_compiled(trace, in_layers, device, find) if compiles == "layers" else trace
         workers, chosen = recipe.data.num_workers, {}
         if workers == "auto":
             workers, takes = loader_workers(recipe, layout, hardware, done)

@@ -71,13 +71,15 @@ def trace(setting: Setting) -> Trace:
         compiled = None
         if setting.compiled:
             elementwise = setting.checkpointing == "elementwise"
-            compiled = CompiledLayers(backend=_as_inductor if elementwise else _DIVIDES, elementwise=elementwise)
+            # Without Inductor's own passes copies of weights in fp8 would be kept.
+            divides = _as_inductor if elementwise or setting.products else _DIVIDES
+            compiled = CompiledLayers(backend=divides, elementwise=elementwise)
             # Graphs of fake tensors serve nobody else, and only so many are made of one layer's code.
             stack.callback(torch._dynamo.reset)
         inventory = build(setting, None, FakeTensorMode())
         layers = depth_of(config)
         once, period = pattern(inventory.layers, setting.every_n_layers)
-        small, large = depths(layers, once, period)
+        small, large = depths(layers, once + 2 * bool(setting.products), period)
         runs: list[list[Micro]] = []
         block = 1
         # One for both depths, which share graphs then.

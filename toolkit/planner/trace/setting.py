@@ -66,6 +66,7 @@ class Setting:
         expert: Processes that divide the experts of each layer.
         compiled: Whether the layers are compiled, which then keep other tensors for the backward pass.
         drops_casts: Whether autocast's copies of weights go with their layers, see `cast_choice`.
+        products: Scaling of the products in fp8 that are trained, see `fp8_products`; empty for none.
     """
 
     config: Mapping[str, Any]
@@ -89,6 +90,7 @@ class Setting:
     expert: int = 1
     compiled: bool = False
     drops_casts: bool = False
+    products: str = ""
 
     def in_bf16(self) -> Setting:
         """The same in bf16 where this is in fp16: as many bytes and, but for a model's own clamps, the same kernels."""
@@ -117,7 +119,7 @@ class Setting:
         for dimension in ("tensor", "context", "expert", "mlp_tiles"):
             if content[dimension] == 1:
                 del content[dimension]  # Traces are older than it.
-        for way in ("compiled", "drops_casts"):
+        for way in ("compiled", "drops_casts", "products"):
             if not content[way]:
                 del content[way]  # As above.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.

@@ -164,6 +164,10 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bo
     with contextlib.nullcontext() if depth is None else fake:
         divide_layers(trained, setting.tensor, index=0)
         divide_experts(trained, setting.expert, 0, EvenExchange)
+        if setting.products and depth is not None:
+            from toolkit.models.fp8_products import multiply_in_fp8  # torchao takes a second.
+
+            multiply_in_fp8(trained, setting.products)
     lists = _repeated(model)
     twins = setting.objective == "seq2seq" and len(lists) == 2 and _kinds(lists[0]) == _kinds(lists[1])
     return Shallow(trained, _layers(model), lists[0] if twins else ())
