@@ -89,6 +89,9 @@ class Profiler(TrainerCallback):
 
     def _finish(self, step: int) -> None:
         assert self._profile
+        if torch.cuda.is_available():
+            # What the device has still to do belongs to the step, and not to the pause.
+            torch.cuda.synchronize()
         watched, self._profile, started = self._profile, None, time.monotonic()
         watched.stop()
         file = self._session.folder.path / FILE
