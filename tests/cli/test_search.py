@@ -106,7 +106,7 @@ def test_later_values_are_chosen_by_what_earlier_ones_came_to(place: Path) -> No
     assert best is not None and best[1] == pytest.approx(1 + min(distances) ** 2)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_search_that_is_killed_goes_on_where_it_was(place: Path) -> None:
     asked = [sys.executable, "-m", "toolkit", "sweep", *HELD_OUT, RATES, "schedule.max_steps=1", "output.dir=killed"]
     folder, asked = place / "killed" / "small-sweep", [*asked, "--trials", "3"]

@@ -87,7 +87,7 @@ def compare_kind(rank: int, kind: str, adapters: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_parts_compute_what_the_whole_does(adapters: bool, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(compare, (str(tmp_path / "store"), adapters), nprocs=2)
 

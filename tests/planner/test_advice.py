@@ -281,7 +281,9 @@ def test_a_line_that_is_typed_gives_its_figures(name: str, hardware: str, words:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "optimizer"), [("l40sx4", "adamw_torch_8bit"), ("a100_40gbx8", "adamw")], ids=["alone", "beside zero3"]
+    ("hardware", "optimizer"),
+    [pytest.param("l40sx4", "adamw_torch_8bit", marks=pytest.mark.matrix), ("a100_40gbx8", "adamw")],
+    ids=["alone", "beside zero3"],
 )
 def test_fsdp_that_sums_whole_gradients_is_told_to_reduce_each_time(hardware: str, optimizer: str) -> None:
     """Where nothing else on these devices fits without the host, and where another strategy does."""

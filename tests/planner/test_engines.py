@@ -101,8 +101,10 @@ def test_planned_peaks_are_those_of_the_engine(case, folder, ranks, monkeypatch)
     ("way", "method"),
     [
         ("sequence", "full"),
-        ("context", "full"),
-        *(pytest.param(way, "lora", marks=pytest.mark.matrix) for way in ("sequence", "context")),
+        *(
+            pytest.param(*each, marks=pytest.mark.matrix)
+            for each in (("context", "full"), ("sequence", "lora"), ("context", "lora"))
+        ),
     ],
 )
 def test_peaks_fall_with_the_processes_that_share_a_row(way, method, folder, ranks, monkeypatch):

@@ -79,7 +79,7 @@ def _plan(name: str, hardware: str, *overrides: str) -> Plan:
     return estimate(loaded.recipe, loaded.name, find(hardware), advice=False)
 
 
-@pytest.mark.parametrize("name", ["llama_3_1_8b_lora", "llama_3_2_1b_full"])
+@pytest.mark.parametrize("name", [pytest.param("llama_3_1_8b_lora", marks=pytest.mark.matrix), "llama_3_2_1b_full"])
 def test_what_grows_with_what(name: str) -> None:
     """More tokens at a time take more memory and less time for each; a better card is never slower."""
 

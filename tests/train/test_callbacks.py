@@ -34,6 +34,7 @@ def session(folder: Path, length: Length, lengths: list[int], shuffle: bool = Tr
         trainer=SimpleNamespace(
             batches=MicroBatches(order, columns, columns, length.total_steps, 4, 1, 1) if lengths else None,
             waiting=Waiting(),
+            row_time=None,
         ),
         prepared=SimpleNamespace(eval=[]),
         progress=Progress(),

@@ -30,8 +30,12 @@ def test_no_recipe_escapes_this_test() -> None:
     assert divided == RECIPES.keys() | {"qwen3_30b_a3b_full_expert"}
 
 
+# Another division by layers and FSDP is among the cells of test_tensor_parallel.py.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.matrix] if name.endswith("tp_fsdp") else []) for name in RECIPES],
+)
 def test_a_recipe_trains_on_four_processes(name: str, tmp_path: Path, ranks: Ranks) -> None:
     recipe = load_checked(name).recipe
     model = tiny_model(recipe.model.path, tmp_path / "model", kv_heads=2, layers=4)
