@@ -260,6 +260,16 @@ def _kept_by_inductor(recipe: Recipe, config: dict[str, Any], elementwise: bool)
     return measured
 
 
+@pytest.mark.matrix
+def test_documents_end_to_end_keep_what_was_measured_where_products_are_in_fp8() -> None:
+    """On an H200 1.2B parameters in pure bf16, rows of 16,380 tokens, took 27.29 GiB, and 22.04 with products in fp8:
+    25.3 of a token's 75.9 kB in each of the 14 layers that have such products."""
+    plain = setting(load="bfloat16", local="bfloat16", autocast=None, objective="language_modelling", compiled=True)
+    shape = Shape(1, 4, 4096)
+    own, low = (traced(each).kept.at(shape) for each in (plain, dataclasses.replace(plain, products="tensorwise")))
+    assert (own - low) / (4 * 4096) == pytest.approx(25.3e3, rel=0.07)
+
+
 def test_of_compiled_layers_one_graph_serves_rows_of_every_length() -> None:
     """Most of what their trace costs is to make a graph."""
     torch._dynamo.reset()
