@@ -157,8 +157,8 @@ class _ExactMixin(LateRows, Measuring, Pipelined, Divided, DividedExperts, Conti
         if not control.should_training_stop:
             try:
                 super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
-            except BaseException:
-                # The metrics show the last whole step, whatever ended the next one.
+            except Exception:
+                # The metrics show the last whole step, whatever ended the next one. Who stops at once does not wait.
                 with contextlib.suppress(Exception):
                     self.tell_late()
                 raise
