@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -9,8 +10,41 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from toolkit.models.parts import group_of
+from toolkit.models.parts import group_of, holds_parts
 from toolkit.models.pipeline import counts, piped, pipeline_group
+
+
+class Clipping:
+    """How a trainer clips, and what norm it logs. Goes before a trainer."""
+
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        if self._sums_norm_itself:
+            return clip_gradients(self._updated(), self.args.max_grad_norm)
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        # Theirs looks for gradients in all modules of a model.
+        return self.accelerator.clip_grad_norm_(self._updated(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is None and self._sums_norm_itself:
+            grad_norm = clip_gradients(self._updated(), math.inf)
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+
+    def _updated(self) -> list[torch.nn.Parameter]:
+        return [each for group in self.optimizer.param_groups for each in group["params"]]
+
+    @property
+    def _sums_norm_itself(self) -> bool:
+        """On CPUs, except under DeepSpeed, which sums in double precision too; and of parts and stages, of which torch
+        has none of the others."""
+        ours = self.args.device.type == "cpu" or holds_parts() or piped() > 1
+        return ours and not self.is_deepspeed_enabled
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:

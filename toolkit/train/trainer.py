@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,14 +31,13 @@ from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
 from toolkit.models.layer_sums import dividing
 from toolkit.models.output_head import HeadChoice
-from toolkit.models.parts import holds_parts
 from toolkit.models.pipeline import piped
 from toolkit.models.step_casts import StepCasts
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.divided import Divided
 from toolkit.train.divided_experts import DividedExperts
 from toolkit.train.elastic import Continues
-from toolkit.train.gradients import clip_gradients
+from toolkit.train.gradients import Clipping
 from toolkit.train.late_rows import LateRows
 from toolkit.train.pipelined import Pipelined
 from toolkit.train.stage_files import naming_adapters
@@ -99,7 +97,7 @@ def _of_worker(error: UserError) -> UserError:
     return UserError(what, change) if traced else error
 
 
-class _ExactMixin(LateRows, Measuring, Pipelined, Divided, DividedExperts, Continues):
+class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExperts, Continues):
     """What both trainers share. Set `saves`, `batches`, `casts` and `guard` after construction."""
 
     saves: Saves
@@ -118,7 +116,7 @@ class _ExactMixin(LateRows, Measuring, Pipelined, Divided, DividedExperts, Conti
         if is_deepspeed_zero3_enabled():
             _gather_for_dora(model)
             _decide_releases_anew()
-        if self.is_fsdp_enabled:  # type: ignore[attr-defined]
+        if self.is_fsdp_enabled:
             _share_buffers()
             # Else every checkpoint says where it was written, which may be a secret and is read by nobody.
             FileSystemWriter.storage_meta = lambda writer: None  # type: ignore[assignment,method-assign]
@@ -166,7 +164,7 @@ class _ExactMixin(LateRows, Measuring, Pipelined, Divided, DividedExperts, Conti
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         beat(f"in step {self.state.global_step + 1}")
         # DeepSpeed has both methods of its own, and FSDP other parameters during a pass than between steps.
-        engine = self.is_deepspeed_enabled or self.is_fsdp_enabled  # type: ignore[attr-defined]
+        engine = self.is_deepspeed_enabled or self.is_fsdp_enabled
         if not engine and "zero_grad" not in vars(model):
             spare_walks(model)
         if self.casts is None:
@@ -180,9 +178,6 @@ class _ExactMixin(LateRows, Measuring, Pipelined, Divided, DividedExperts, Conti
         if self._flops_per_token is None:
             self._flops_per_token = super().floating_point_ops(inputs) // tokens  # type: ignore[misc]
         return self._flops_per_token * tokens
-
-    def _updated(self) -> list[torch.nn.Parameter]:
-        return [each for group in self.optimizer.param_groups for each in group["params"]]  # type: ignore[attr-defined]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step and the number of their trained tokens."""
@@ -217,7 +212,7 @@ class _ExactMixin(LateRows, Measuring, Pipelined, Divided, DividedExperts, Conti
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The engines write all that a checkpoint needs themselves. Another copy, for which the whole model is gathered
         in the memory of one process, would be read by nobody; the trained model is gathered at the end."""
-        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # type: ignore[attr-defined]
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             super().save_model(output_dir, _internal_call)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -245,36 +240,18 @@ class _ExactMixin(LateRows, Measuring, Pipelined, Divided, DividedExperts, Conti
             write_atomically(file, concealed(file.read_text(encoding="utf-8")))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
+        if self.is_deepspeed_enabled:
             # What DeepSpeed was started with, which it writes into every checkpoint and reads no more.
             self.model_wrapped.config = concealed(self.model_wrapped.config)  # type: ignore[attr-defined]
             # Programs that DeepSpeed lays beside every checkpoint and nothing here starts.
             self.model_wrapped._copy_recovery_script = lambda place: None  # type: ignore[attr-defined]
         super()._save_optimizer_and_scheduler(output_dir)
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        args: Any = self.args
-        if self._sums_norm_itself:
-            return clip_gradients(self._updated(), args.max_grad_norm)
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # type: ignore[attr-defined]
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
-        # Theirs looks for gradients in all modules of a model.
-        return self.accelerator.clip_grad_norm_(self._updated(), args.max_grad_norm)
-
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if grad_norm is None and self._sums_norm_itself:
-            grad_norm = clip_gradients(self._updated(), math.inf)
-        grad_norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+        norm = super()._get_grad_norm(model, grad_norm)
         if self.guard:
-            self.guard.norm = grad_norm
-        return grad_norm
-
-    @property
-    def _sums_norm_itself(self) -> bool:
-        """On CPUs, except under DeepSpeed, which sums in double precision too; and of parts and stages, of which torch
-        has none of the others."""
-        ours = self.args.device.type == "cpu" or holds_parts() or piped() > 1
-        return ours and not self.is_deepspeed_enabled  # type: ignore[attr-defined]
+            self.guard.norm = norm
+        return norm
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The run folder's own card is written once, at the end."""

@@ -22,10 +22,10 @@ from toolkit.planner.pipeline import bubble
 from toolkit.planner.plan import Disk
 from toolkit.planner.speed.communication import HOST, Transfer, inner_link, link_rate
 from toolkit.planner.speed.compiled import FUSED, FUSED_ON_CPU, of_adapters
+from toolkit.planner.speed.fp8 import in_fp8
 from toolkit.planner.trace.types import NOTHING, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Load, Workload
 from toolkit.recipe import Recipe
-from toolkit.recipe.precisions import FP8_SCALING
 
 HOST_BANDWIDTH, CORE_BANDWIDTH = 100e9, 4e9
 """Bytes/s at which an optimizer runs on a host, in all and per core: 28 bytes per parameter (two moments and the master
@@ -60,13 +60,6 @@ cooling make those of a cluster differ by 8%, in some by 22% (Sinha et al. 2022,
 two and four GPUs ask for 0.02 (fms-acceleration, fsdp_qlora) and for more than 0.04 (vectorlm); see docs/plan.md."""
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_RESTORING = 7
-"""Bytes moved for a number in fp8 that is restored: cast, 1 read and 2 written, and scaled in place, 2 and 2."""
-_CASTING = {"frozen": 13, "trained": 40}
-"""Bytes moved for a number of a product's input, or of its result's gradient, that is scaled and cast to fp8 by
-operations of their own: twice where weights are trained, as the gradients of these read both by columns. What is left
-of it in compiled layers, 4 and 12, is what kernels of an H200 took longer beside bf16 (8B with a frozen base, 1.2B in
-full)."""
 
 OPPOSITE: dict[End, End] = {"value": "value", "low": "high", "high": "low"}
 """The end of a range of rates that gives an end of a range of times."""
@@ -228,21 +221,16 @@ class Step:
         # Backward, layers that are recomputed have the products of the forward pass, too.
         once = within(self._trace.passes["forward"].matmul)
         rounds = round(within(each.matmul) / once) if once else 1
+        backward = each is self._trace.passes["backward"]
         if left < 1 and device.kind != "cpu":
-            times = rounds + (each is self._trace.passes["backward"])
-            moved += of_adapters(self._trace, load.padded, WIDTH[self._workload.types.compute], times)
-        low, stored, (inputs, results) = self._in_fp8(load)
-        product = (1 - low) / (peak * self._of(rates.matmul_in(self._dtype)))
-        if low:
-            product += low / (device.flops["fp8"] * self._of(self._hardware.efficiency("fp8").matmul_in("fp8")))
-        if low and self._trace.origin == "traced":
-            # There they are restored for each product, in the layers: once in a pass, twice where it recomputes them.
-            moved -= left * _RESTORING * stored * rounds
-        if each is self._trace.passes["backward"]:
-            recomputed = rounds - (1 if self._recipe.method.name == "lora" else 2)
-            moved += left * load.padded * (results + max(0, recomputed) * inputs)
-        else:
-            moved += left * load.padded * inputs
+            moved += of_adapters(self._trace, load.padded, WIDTH[self._workload.types.compute], rounds + backward)
+        low = in_fp8(self._workload, load, self._experts)
+        product = (1 - low.share) / (peak * self._of(rates.matmul_in(self._dtype)))
+        if low.share:
+            product += low.share / (device.flops["fp8"] * self._of(self._hardware.efficiency("fp8").matmul_in("fp8")))
+            # Gradients of inputs and, where weights are trained, of these.
+            forward = max(0, rounds - (1 if self._recipe.method.name == "lora" else 2)) if backward else 1
+            moved += left * low.moved(load.padded, rounds, forward, backward, self._trace.origin == "traced")
         busy = (
             of(each.matmul) * product / self._products(load.padded)
             + of(each.attention, load.attended) / attention
@@ -275,41 +263,6 @@ class Step:
             work += amount
             seconds += amount / product_speed(part, *each.shape[-2:], half=half)
         return work / seconds / product_speed(*REFERENCE, half=half) if seconds else 1.0
-
-    def _in_fp8(self, load: Load) -> tuple[float, int, tuple[float, float]]:
-        """The share of the matrix products that run in fp8, the numbers of weights that are stored so, and the bytes of
-        a token that casts of inputs and of gradients move: of linear layers whose frozen weights are, where
-        `models.fp8` multiplies them and the device's peak is known, and of those that `models.fp8_products` trains,
-        between the first and the last layer."""
-        device, (count, active) = self._hardware.device, self._experts
-        if device.kind != "cuda" or "fp8" not in device.flops or self._workload.types.compute != "bfloat16":
-            return 0.0, 0, (0.0, 0.0)
-        tensors = [each for each in self._trace.tensors if len(each.shape) > 1]
-        head = any(each.place == "head" for each in tensors)
-        layers = self._trace.layers
-        trained = max(layers - 2, 0) / layers if self._recipe.precision in FP8_SCALING else 0.0
-        low = whole = inputs = results = 0.0
-        stored = 0
-        for each in tensors:
-            if each.place == "embeddings" and head:
-                continue
-            rows = load.scored if each.place in ("embeddings", "head") else load.padded
-            times = each.count * (active / count if each.shape[0] == count > 1 else 1.0)
-            amount = rows * each.numel * times
-            whole += amount
-            if len(each.shape) > 2 or any(side % 16 for side in each.shape):
-                continue
-            if each.kind == "fp8":
-                share, casting = 1.0, _CASTING["frozen"]
-                stored += each.numel * each.count
-            elif each.place == "layer":
-                share, casting = trained, _CASTING["trained"]
-            else:
-                continue
-            low += share * amount
-            inputs += share * casting * times * each.shape[-1]
-            results += share * casting * times * each.shape[-2]
-        return (low / whole if whole else 0.0), stored, (inputs, results)
 
     def _update_seconds(self, on_host: bool) -> float:
         """Clipping and the optimizer, which only move bytes, but for Muon's products of matrices.
