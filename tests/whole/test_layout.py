@@ -23,7 +23,6 @@ ELSEWHERE = {
     "train/agreed": "train/test_main",
     "train/live_state": "train/test_verify",
     "train/late_rows": "whole/test_host_gpu",
-    "planner/speed/fp8": "planner/test_speed",
     "train/startup": "train/test_callbacks",
     "train/train": "train/test_main",
     # Steps of one piece of work, which is tested as a whole.
