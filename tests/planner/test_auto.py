@@ -25,7 +25,7 @@ from toolkit.common import UserError
 from toolkit.distributed.layout import batch_layout, micro_batch_sizes
 from toolkit.planner.auto import fastest_precision, resolve
 from toolkit.planner.build import estimate
-from toolkit.planner.hardware import Rate, find
+from toolkit.planner.hardware import find
 from toolkit.planner.plan import Plan
 from toolkit.planner.search import TIE
 from toolkit.recipe import Recipe, RecipeError, load
@@ -148,22 +148,6 @@ def test_precision_is_what_the_device_computes_fastest(hardware: str, cpu_factor
     assert chosen["precision"].startswith(f"{expected}: ")
     stated = recipe(precision="fp32")
     assert fastest_precision(stated, machine) == (stated, {})
-
-
-@pytest.mark.parametrize(("reached", "expected"), [(0.9, "bf16"), (0.25, "fp32")])
-def test_precision_of_a_cpu_is_what_was_measured_to_be_fastest(reached: float, expected: str) -> None:
-    """Some CPUs with instructions for bf16, and without AMX, multiply in it at half the speed of fp32."""
-    machine = find("cpu")
-    device = machine.device.model_copy(update={"flops": {"fp32": 2e11, "bf16": 4e11}})
-    shares = {"fp32": 0.9, "bf16": reached}
-    by_dtype = {
-        dtype: device.efficiency.model_copy(update={"matmul": Rate(value=share, low=share, high=share)})
-        for dtype, share in shares.items()
-    }
-    made, chosen = fastest_precision(
-        recipe(precision="auto"), dataclasses.replace(machine, device=device, by_dtype=by_dtype)
-    )
-    assert made.precision == expected and chosen["precision"].startswith(f"{expected}: ")
 
 
 def test_precision_goes_with_the_rest_of_the_recipe() -> None:

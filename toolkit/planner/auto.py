@@ -85,17 +85,14 @@ def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Rec
 
 
 def fastest_precision(recipe: Recipe, hardware: Hardware) -> tuple[Recipe, dict[str, str]]:
-    """Decides `precision: auto` by the peaks of the device's matrix products, which need no plan; of a CPU by what it
-    reaches of them, as some that have instructions for bf16 multiply in it at half the speed of fp32.
+    """Decides `precision: auto` by the peaks of the device's matrix products, which need no plan.
 
     Returns:
         See `resolve`. Where none goes with the rest of the recipe it is the fastest; the plan then says what is wrong.
     """
     if recipe.precision != "auto":
         return recipe, {}
-    flops, title = dict(hardware.device.flops), hardware.device.title
-    if hardware.device.kind == "cpu":
-        flops = {name: peak * hardware.efficiency(name).matmul_in(name).value for name, peak in flops.items()}
+    flops, title = hardware.device.flops, hardware.device.title
     names = sorted((name for name in PRECISIONS if name in flops), key=lambda name: -flops[name])
     each = {name: recipe.with_values({"precision": name}) for name in names}
     name = next((name for name in names if not check(each[name]) and _trains_on(each[name], hardware)), names[0])
