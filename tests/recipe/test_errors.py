@@ -166,6 +166,8 @@ def test_wrong_key_or_value(text: str, words: list[str]) -> None:
         ("method: {option: qlra}\n", ["method: there is no such option", "mine.yaml:2", "did you mean `qlora`"]),
         ("method:\n  r: 4\n  option: [qlora]\n", ["is not the name of an option", "mine.yaml:4", "given    [qlora]"]),
         ("method: {option: ../lora}\n", ["is not the name of an option"]),
+        ("batch: {seq_len: 0512}\n", ["batch.seq_len: 0512 would be read in base 8", "write 512", "mine.yaml:2"]),
+        ("schedule: {max_steps: 1:30}\n", ["schedule.max_steps: 1:30 would be read in base 60", "one number"]),
         ("method: lora\nmethod: {r: 4}\n", ["method: is given twice", "mine.yaml:3", "its key `option`"]),
         ("method: 5\n", ["method: is not known", "given    5"]),
         ("optimizer: sdg\n", ["optimizer: is not known", "did you mean `sgd`"]),

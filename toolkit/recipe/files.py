@@ -27,6 +27,10 @@ _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in _PLAIN}
 _TEXT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge", "tag:yaml.org,2002:timestamp"}
 
 
+_BASE_8 = re.compile(r"[-+]?0\d")
+"""YAML 1.1 reads 010 as 8, and 1:30 as 90, which nobody means."""
+
+
 def shipped_recipes() -> Path:
     """The folder of shipped recipes: inside the installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
@@ -322,6 +326,11 @@ def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tupl
             grammar_parser.parse(node.value)
         except (OmegaConfBaseException, RecursionError):
             yield node, path, f"{node.value} is no interpolation that can be read", INTERPOLATION
+    if node.tag.endswith(":int") and _BASE_8.match(node.value):
+        number = node.value.replace("0", "", 1)
+        yield node, path, f"{node.value} would be read in base 8", f"write {number}, or '{node.value}' for text"
+    elif node.tag.endswith((":int", ":float")) and ":" in node.value:
+        yield node, path, f"{node.value} would be read in base 60", f"write '{node.value}' for text, or one number"
     if node.tag not in _PLAIN_TAGS:
         tag = node.tag.removeprefix("tag:yaml.org,2002:")
         yield node, path, f"the YAML tag {tag} is not allowed", "write plain values"
