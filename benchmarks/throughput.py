@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import material  # noqa: E402
 import yaml  # noqa: E402
 
-from toolkit.planner.hardware import this_machine  # noqa: E402
+from toolkit.planner.hardware import once_measured, this_machine  # noqa: E402
 
 GIB = 2**30
 PEERS = ("trl", "trainer", "llamafactory")
@@ -292,10 +292,11 @@ def main() -> int:
     import torch
     import transformers
 
-    device, texts = this_machine().device, [text.lower() for text in options.only]
+    machine, texts = once_measured(this_machine()), [text.lower() for text in options.only]
+    device = machine.device
     on_gpu = device.kind != "cpu"
     jobs = [job for job in (CUDA_JOBS if on_gpu else CPU_JOBS) if any(text in job.name.lower() for text in texts)]
-    fastest = "bf16" if device.flops.get("bf16", 0) > device.flops["fp32"] else "fp32"
+    fastest = machine.precisions[0]
     jobs = [dataclasses.replace(job, precision=job.precision.replace("auto", fastest)) for job in jobs]
     about = {"device": device.title, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
     about |= {"transformers": transformers.__version__, "steps": options.steps}

@@ -97,7 +97,7 @@ def test_what_is_printed_trains_the_same(capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_runs_killed_half_way_go_on_where_they_were(rates: str, seeds: str, ended: int, place: Path) -> None:
     count = len(rates.split(",")) * len(seeds.split(","))
-    asked = command(f"learning_rate={rates}", f"seed={seeds}", f"output.dir=killed-{count}")
+    asked = command(f"learning_rate={rates}", f"seed={seeds}", "precision=auto", f"output.dir=killed-{count}")
     folder = place / f"killed-{count}" / "small-sweep"
     first = subprocess.Popen(asked, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     done: list[Path] = []

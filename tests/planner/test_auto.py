@@ -25,7 +25,7 @@ from toolkit.common import UserError
 from toolkit.distributed.layout import batch_layout, micro_batch_sizes
 from toolkit.planner.auto import fastest_precision, resolve
 from toolkit.planner.build import estimate
-from toolkit.planner.hardware import find
+from toolkit.planner.hardware import Rate, find
 from toolkit.planner.plan import Plan
 from toolkit.planner.search import TIE
 from toolkit.recipe import Recipe, RecipeError, load
@@ -148,6 +148,28 @@ def test_precision_is_what_the_device_computes_fastest(hardware: str, cpu_factor
     assert chosen["precision"].startswith(f"{expected}: ")
     stated = recipe(precision="fp32")
     assert fastest_precision(stated, machine) == (stated, {})
+
+
+@pytest.mark.parametrize(
+    ("reached", "nodes", "expected"),
+    [
+        (0.9, 1, "bf16: computed 2 times"),
+        (0.4, 1, "bf16: computed 0.89 times as fast as fp32, in half the bytes"),
+        (0.25, 1, "fp32: nothing shorter is faster"),
+        (0.25, 2, "bf16: computed 2 times"),
+    ],
+)
+def test_precision_of_a_cpu_is_what_was_measured_to_be_fastest(reached: float, nodes: int, expected: str) -> None:
+    """Some CPUs with instructions for bf16 multiply in it at half the speed of fp32. Each node measures its own."""
+    machine = find("cpu")
+    device = machine.device.model_copy(update={"flops": {"fp32": 2e11, "bf16": 4e11, "fp16": 1e11}})
+    by_dtype = {
+        dtype: device.efficiency.model_copy(update={"matmul": Rate(share, share, share), dtype: None})
+        for dtype, share in {"fp32": 0.9, "bf16": reached}.items()
+    }
+    machine = dataclasses.replace(machine, device=device, by_dtype=by_dtype, nodes=nodes)
+    made, chosen = fastest_precision(recipe(precision="auto"), machine)
+    assert chosen["precision"].startswith(expected) and expected.startswith(made.precision)
 
 
 def test_precision_goes_with_the_rest_of_the_recipe() -> None:

@@ -151,10 +151,17 @@ def test_what_a_plan_rests_on_is_noted(traced: None, monkeypatch: pytest.MonkeyP
     # 16 layers of 60.8 million of 1.24 billion.
     assert "nf4: 78.7% of the base is quantized" in quantized and "int8" not in quantized
     assert "inputs too large for 8 bits" in notes(method={"name": "lora", "quantization": "int8"})
-    assert "rest on its peak" not in quantized
-    assert "rest on its peak" in notes(method={"name": "lora", "quantization": "fp8"})
+    assert "H200" not in quantized
+    assert "fp8: times rest on what was measured on an H200" in notes(method={"name": "lora", "quantization": "fp8"})
     assert "int4: no such training was measured" in notes(method={"name": "lora", "quantization": "int4"})
     assert "`toolkit calibrate` there measures them" in notes("rtx3090")
+    for times, precision, said in ((0.5, "bf16", True), (0.5, "fp32", False), (0.9, "bf16", False)):
+        machine = find("cpu")
+        device = machine.device.model_copy(update={"flops": {"fp32": 2e11, "bf16": times * 2e11}})
+        machine = dataclasses.replace(machine, device=device, by_dtype={})
+        plan = estimate(recipe(precision=precision), "any", machine, config=CONFIG, advice=False)
+        slower = "another precision is faster: this CPU multiplies 2 times as fast in fp32; set precision=fp32, or auto"
+        assert (slower in plan.notes) == said, (times, precision)
     often = {"schedule": {"max_steps": 1000}, "checkpoint": {"save_steps": 2}}
     waits = "training waits for checkpoints 66% of the time"
     assert waits in (found := notes(**often)) and "checkpoint.save_steps" in found and "checkpoint.staging" in found

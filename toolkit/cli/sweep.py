@@ -23,6 +23,7 @@ from toolkit.recipe.hydra_habits import UNSUPPORTED, swept_values
 from toolkit.recipe.rules import load_checked
 from toolkit.report.comparison import Comparison, compare, comparison_page
 from toolkit.report.load import read_manifest
+from toolkit.train.continued import as_begun
 from toolkit.train.run_folder import claim
 
 PAGE = "comparison.html"
@@ -120,7 +121,7 @@ def finished(trial: Trial) -> bool:
     """
     if read_manifest(trial.folder)[0].status != "finished":
         return False
-    return claim(trial.loaded, 1).finished
+    return claim(as_begun(trial.loaded), 1).finished
 
 
 def run(found: Sequence[Trial], places: list[Share], say: Callable[[str], None]) -> int:

@@ -33,7 +33,6 @@ from toolkit.planner.search import (
 )
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import RecipeError, as_text
-from toolkit.recipe.precisions import PRECISIONS
 from toolkit.recipe.rules import check
 
 _SECTIONS = {
@@ -85,20 +84,20 @@ def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Rec
 
 
 def fastest_precision(recipe: Recipe, hardware: Hardware) -> tuple[Recipe, dict[str, str]]:
-    """Decides `precision: auto` by the peaks of the device's matrix products, which need no plan.
+    """Decides `precision: auto` by the speed of the device's matrix products, which needs no plan.
 
     Returns:
         See `resolve`. Where none goes with the rest of the recipe it is the fastest; the plan then says what is wrong.
     """
     if recipe.precision != "auto":
         return recipe, {}
-    flops, title = hardware.device.flops, hardware.device.title
-    names = sorted((name for name in PRECISIONS if name in flops), key=lambda name: -flops[name])
+    speeds, title, names = hardware.speeds, hardware.device.title, hardware.precisions
     each = {name: recipe.with_values({"precision": name}) for name in names}
     name = next((name for name in names if not check(each[name]) and _trains_on(each[name], hardware)), names[0])
-    times = flops[name] / flops["fp32"]
-    reason = f"computed {times:.2g} times as fast as fp32" if times > 1 else "nothing shorter is faster"
-    return each[name], {"precision": f"{name}: {reason} on {title}"}
+    times = speeds[name] / speeds["fp32"]
+    halved = ", in half the bytes" if times <= 1 else ""
+    fast = "nothing shorter is faster" if name == "fp32" else f"computed {times:.2g} times as fast as fp32{halved}"
+    return each[name], {"precision": f"{name}: {fast} on {title}"}
 
 
 def _trains_on(recipe: Recipe, hardware: Hardware) -> bool:

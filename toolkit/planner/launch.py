@@ -9,13 +9,17 @@ from pathlib import Path
 
 from toolkit.distributed.layout import World
 from toolkit.planner.auto import fastest_precision
-from toolkit.planner.build import decide
-from toolkit.planner.hardware import Hardware, find, this_machine
+from toolkit.planner.build import config_of, decide
+from toolkit.planner.hardware import Hardware, find, once_measured, this_machine
 from toolkit.recipe import Loaded, Recipe
 
 
 def decide_engine(recipe: Recipe, hardware: Hardware) -> tuple[Recipe, dict[str, str]]:
-    """The recipe with all that an engine depends on decided, and the reasons; raises as `decide`."""
+    """The recipe with all that an engine depends on decided, and the reasons; raises as `decide`.
+
+    A CPU that was never measured is measured for it: what is decided must not differ when the run is continued.
+    """
+    hardware = once_measured(hardware, before=lambda: config_of(recipe))
     recipe, precision = fastest_precision(recipe, hardware)
     recipe, chosen = (recipe, {}) if recipe.knows_engine else decide(recipe, hardware)
     return recipe, precision | chosen
@@ -27,7 +31,8 @@ def decide_for_launch(loaded: Loaded, world: World, folder: str | Path | None = 
     Raises:
         UserError: If nothing fits, or these processes cannot take the recipe.
     """
-    return loaded.decided(*decide_engine(loaded.recipe, launched_on(world, folder)))
+    recipe, chosen = decide_engine(loaded.recipe, launched_on(world, folder))
+    return loaded.decided(recipe, {**loaded.chosen, **chosen})
 
 
 def launched_on(

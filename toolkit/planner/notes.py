@@ -10,6 +10,7 @@ from typing import Any
 from toolkit.common import UserError
 from toolkit.distributed.environment import segments_grow
 from toolkit.distributed.vllm_lines import answers_line
+from toolkit.planner.auto import fastest_precision
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Work
 from toolkit.planner.trace.types import Trace
@@ -17,6 +18,8 @@ from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.precisions import FP8_SCALING
 from toolkit.recipe.sections import EVA_ROWS
 
+SLOWER = "another precision is faster"
+"""How the note begins that a run shows as a warning."""
 _NOTABLE, _LEAST = 0.05, 60.0
 """The share of a run's time, and the seconds, from which on waiting for checkpoints is worth a note."""
 
@@ -42,6 +45,13 @@ def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work, confi
         untraced = hardware.device.kind == "cpu" and recipe.activation_checkpointing.mode != "elementwise"
         less = ", which takes less memory than planned where all activations are kept"
         notes.append(f"layers are compiled{less if untraced else ''}")
+    if hardware.device.kind == "cpu" and recipe.precision != "fp32":
+        fastest, _ = fastest_precision(recipe.with_values({"precision": "auto"}), hardware)
+        if fastest.precision == "fp32":
+            times = hardware.speeds["fp32"] / hardware.speeds[recipe.engine_precision.removeprefix("pure_")]
+            notes.append(
+                f"{SLOWER}: this CPU multiplies {times:.2g} times as fast in fp32; set precision=fp32, or auto"
+            )
     if hardware.device.kind != "cpu" and not segments_grow(os.environ):
         notes.append(
             "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments:True, with which less memory would be lost"
@@ -71,7 +81,7 @@ def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work, confi
     if recipe.method.quantization == "int8":
         notes.append("int8: inputs too large for 8 bits, which are computed in 16, are not counted")
     if hardware.device.kind == "cuda" and (recipe.method.quantization == "fp8" or recipe.precision in FP8_SCALING):
-        notes.append("fp8: where the device multiplies in fp8, times rest on its peak; no such training was measured")
+        notes.append("fp8: times rest on what was measured on an H200; no other device was")
     if hardware.device.kind == "cuda" and recipe.method.quantization == "int4":
         notes.append("int4: no such training was measured on a GPU")
     if server := recipe.rollout.server:

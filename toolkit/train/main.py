@@ -27,6 +27,7 @@ from toolkit.recipe.errors import as_text, warn
 from toolkit.recipe.hydra_habits import refuse_flags
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.show import keys_text
+from toolkit.train.continued import as_begun
 from toolkit.train.process import ahead_of_launcher, leave_process_group, tell
 
 _log = logging.getLogger("toolkit.train")
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuse_flags(arguments)
         options, rest = parser.parse_known_args(arguments)
         start_logging(options, first=world.rank == 0)
-        loaded = load_checked(*split_arguments(rest), options.recipes)
+        loaded = as_begun(load_checked(*split_arguments(rest), options.recipes))
         if world.rank == 0:
             warn(loaded.warnings)
         use_own(loaded.recipe.repositories)

@@ -305,8 +305,6 @@ def check_devices(recipe: Recipe, world: World) -> None:
             f"activation_checkpointing.mode=elementwise is done by compiled layers, and on this machine {lacks}",
             "install it, or set activation_checkpointing.mode=full",
         )
-    if "bf16" in recipe.engine_precision and not gpus and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        _log.warning("this CPU computes bf16 a hundred times slower than fp32; set precision=fp32")
     if recipe.precision in FP8_SCALING:
         if importlib.util.find_spec("torchao") is None:
             raise UserError(f"precision={recipe.precision}: torchao is not installed", "run `pip install torchao`")

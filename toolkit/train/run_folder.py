@@ -39,6 +39,7 @@ from toolkit.recipe.teaching import of_teacher
 from toolkit.report.load import Manifest, read_manifest
 from toolkit.seal import damage
 from toolkit.train import checkpoint
+from toolkit.train.continued import MANIFEST, RESERVED, used
 from toolkit.train.fast_folder import take_left
 from toolkit.train.left_parts import LeftParts
 from toolkit.train.sealing import Take, aside, complete_left, is_left
@@ -64,9 +65,6 @@ _CHOOSE = {
     "schedule.early_stopping_patience": ("schedule.early_stopping_min_delta", *_EVALUATIONS),
 }
 """Keys of these that move them all the same where they are set, and which others then do."""
-_MANIFEST = "manifest.json"
-_RESERVED = ".reserved"
-"""A file that makes room for a last word where the disk is full when the run ends."""
 _WRITING = threading.Lock()
 
 
@@ -145,8 +143,8 @@ class RunFolder:
         if before.started:
             values["continued"] = now()
         self.accepted = True
-        if (self.path / _MANIFEST) in self.passed_over:
-            set_aside(self.path / _MANIFEST)
+        if (self.path / MANIFEST) in self.passed_over:
+            set_aside(self.path / MANIFEST)
         while self._waiting:
             self._waiting.pop(0)()
         self.update_manifest(
@@ -169,11 +167,11 @@ class RunFolder:
             resumed_from=str(self.resume_from) if self.resume_from else None,
             **values,
         )
-        (self.path / _RESERVED).write_bytes(bytes(2**16))
+        (self.path / RESERVED).write_bytes(bytes(2**16))
 
     def end(self, status: str, **values: Any) -> None:
         """Notes how the run ended, and when; also where the disk is full by now."""
-        (self.path / _RESERVED).unlink(missing_ok=True)
+        (self.path / RESERVED).unlink(missing_ok=True)
         self.update_manifest(status=status, finished=now(), **values)
 
     def once_accepted(self, write: Callable[[], None]) -> None:
@@ -191,7 +189,7 @@ class RunFolder:
         with _WRITING:
             before = self.manifest().model_dump()
             values["hashes"] = before.get("hashes", {}) | values.get("hashes", {})
-            write_json(self.path / _MANIFEST, Manifest.model_validate(before | values).model_dump(mode="json"))
+            write_json(self.path / MANIFEST, Manifest.model_validate(before | values).model_dump(mode="json"))
 
     def manifest(self) -> Manifest:
         """Content of `manifest.json`; empty if there is none."""
@@ -238,18 +236,18 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
     path = loaded.run_folder
     if resume == "never":
         numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-        path = next(place for place in itertools.chain([path], numbered) if not _used(place))
+        path = next(place for place in itertools.chain([path], numbered) if not used(place))
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file, not a run folder", "set output.dir or output.name")
     folder = RunFolder(path)
     manifest = folder.manifest()
     damaged: dict[Path, str] = {}
-    if _used(path) or manifest.final:
+    if used(path) or manifest.final:
         recipe, differences = manifest.hashes.get("recipe"), _differences(path, loaded)
         if recipe is None:
-            if differences is None or not (path / _MANIFEST).is_file():
+            if differences is None or not (path / MANIFEST).is_file():
                 raise UserError(f"{path} holds files that are no run", "set output.name to a new name")
-            damaged = {path / _MANIFEST: "cannot be read"}
+            damaged = {path / MANIFEST: "cannot be read"}
         if differences if recipe is None else recipe != recipe_hash(loaded.recipe):
             if differences is None:
                 differences = ["its content (the folder has no readable recipe.yaml)"]
@@ -281,7 +279,7 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
         raise UserError(f"{path} cannot be written: {error.strerror}", "set output.dir to a folder you own") from error
     return RunFolder(
         path,
-        accepted=not (named or _used(path)),
+        accepted=not (named or used(path)),
         resume_from=start,
         passed_over=damaged | ({} if named else passed_over),
     )
@@ -354,16 +352,6 @@ def hash_files(files: Iterable[Path]) -> str:
             with blob.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()[:16]
-
-
-def _used(path: Path) -> bool:
-    """Whether a folder holds results: an attempt that failed before its first step leaves none."""
-    if not path.is_dir():
-        return path.exists()
-    own = {"recipe.yaml", _MANIFEST, "audit.json", "reference.safetensors", "stacks", ".lock", _RESERVED}
-    left = (file for file in path.iterdir() if file.name not in own and file.suffix != ".partial")
-    # Libraries make the folder of the checkpoints before anything is refused.
-    return any(not file.is_dir() or any(file.iterdir()) for file in left)
 
 
 def _differences(path: Path, loaded: Loaded) -> list[str] | None:

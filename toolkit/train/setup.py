@@ -39,6 +39,7 @@ from toolkit.models.step_casts import StepCasts, drop_with_layers
 from toolkit.models.teacher import check_vocabulary, load_teacher, open_teacher
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.build import run_folder_bytes
+from toolkit.planner.notes import SLOWER
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
 from toolkit.recipe.errors import warn
@@ -352,6 +353,9 @@ def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: boo
         progress.message(error.what)
         return None
     progress.message(brief_text(guard.plan).plain)
+    for note in guard.plan.notes:
+        if note.startswith(SLOWER):
+            _log.warning("%s", note)
     if not force:
         guard.check()
     check_disk(

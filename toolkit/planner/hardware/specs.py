@@ -17,10 +17,13 @@ from pydantic import Field, GetPydanticSchema, PositiveInt, ValidationInfo, fiel
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from toolkit.recipe import Section
+from toolkit.recipe.precisions import PRECISIONS
 
 DOCUMENTS = "torch_varlen"
 """Attention that works through pairs within documents alone."""
 _LEAST_GAIN = 1.1
+_SHORTER = 1.25
+"""For how much slower products a shorter type makes up."""
 
 Kind = Literal["cuda", "rocm", "cpu"]
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
@@ -223,6 +226,25 @@ class Hardware:
     def devices(self) -> int:
         """All of them, which is the number of processes."""
         return self.devices_per_node * self.nodes
+
+    @property
+    def speeds(self) -> Mapping[str, float]:
+        """FLOP/s of matrix products, by dtype: their peaks, and of a CPU what was measured. One that has instructions
+        for bf16, but no units that multiply tiles, may take twice as long in it as in fp32."""
+        flops = self.device.flops
+        if self.nodes > 1:
+            # Each node may have measured its own otherwise, and all must come to the same answer.
+            return flops
+        reached = {dtype: each.matmul_in(dtype).value for dtype, each in self.by_dtype.items()}
+        return {dtype: peak * reached.get(dtype, reached.get("fp32", 1)) for dtype, peak in flops.items()}
+
+    @property
+    def precisions(self) -> list[str]:
+        """Those of `PRECISIONS` that the device has, by its matrix products, the fastest first; one with shorter
+        numbers, which take less memory and are moved quicker, also before what multiplies a little faster."""
+        speeds = self.speeds
+        worth = {name: speed * (1 if name == "fp32" else _SHORTER) for name, speed in speeds.items()}
+        return sorted((name for name in PRECISIONS if name in speeds), key=lambda name: -worth[name])
 
     def efficiency(self, dtype: str) -> Efficiency:
         """What is reached in one dtype."""
