@@ -6,6 +6,7 @@ PyYAML's nodes know their lines and OmegaConf reads the values, so a file is rea
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Container, Iterable, Iterator
@@ -25,10 +26,6 @@ NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*")
 _PLAIN = ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in _PLAIN}
 _TEXT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge", "tag:yaml.org,2002:timestamp"}
-
-
-_BASE_8 = re.compile(r"[-+]?0\d")
-"""YAML 1.1 reads 010 as 8, and 1:30 as 90, which nobody means."""
 
 
 def shipped_recipes() -> Path:
@@ -156,6 +153,11 @@ class Read:
     """Dotted key to the text of its value, as written (`off` rather than False)."""
     problems: list[Problem] = field(default_factory=list)
 
+    @functools.cached_property
+    def name(self) -> str:
+        """The file as people are told it."""
+        return short(self.file)
+
 
 def read(file: Path, folders: list[Path] | None = None) -> Read:
     """Reads a recipe, a part or a group option.
@@ -166,7 +168,7 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
     result = Read(file)
 
     def problem(what: str, line: int | None = None, path: str = "", hint: str = "") -> None:
-        place = short(file) if line is None else f"{short(file)}:{line}"
+        place = result.name if line is None else f"{result.name}:{line}"
         result.problems.append(Problem(path, what, place, hint=hint))
 
     def not_yaml(error: yaml.YAMLError, text: str) -> None:
@@ -231,7 +233,7 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
     if isinstance(entries, yaml.ScalarNode) and entries.value:
         result.defaults = [(extended, result.origins["defaults"])]
     elif isinstance(entries, yaml.SequenceNode):
-        lines = [f"{short(file)}:{entry.start_mark.line + 1}" for entry in entries.value]
+        lines = [f"{result.name}:{entry.start_mark.line + 1}" for entry in entries.value]
         result.defaults = list(zip(extended, lines, strict=True))
     elif entries is not None:
         hint = "write the name of the recipe to extend, or a list with an entry per line, each after a dash"
@@ -251,12 +253,12 @@ def _record(node: yaml.Node, path: str, result: Read) -> None:
                     _record(part, path, result)
                 continue
             below = f"{path}.{key.value}" if path else str(key.value)
-            result.origins[below] = f"{short(result.file)}:{key.start_mark.line + 1}"
+            result.origins[below] = f"{result.name}:{key.start_mark.line + 1}"
             _record(value, below, result)
     elif isinstance(node, yaml.SequenceNode):
         forget(path, result.origins)
         for index, item in enumerate(node.value):
-            result.origins[f"{path}.{index}"] = f"{short(result.file)}:{item.start_mark.line + 1}"
+            result.origins[f"{path}.{index}"] = f"{result.name}:{item.start_mark.line + 1}"
             _record(item, f"{path}.{index}", result)
     elif path:
         result.texts[path] = node.value
@@ -326,11 +328,6 @@ def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tupl
             grammar_parser.parse(node.value)
         except (OmegaConfBaseException, RecursionError):
             yield node, path, f"{node.value} is no interpolation that can be read", INTERPOLATION
-    if node.tag.endswith(":int") and _BASE_8.match(node.value):
-        number = node.value.replace("0", "", 1)
-        yield node, path, f"{node.value} would be read in base 8", f"write {number}, or '{node.value}' for text"
-    elif node.tag.endswith((":int", ":float")) and ":" in node.value:
-        yield node, path, f"{node.value} would be read in base 60", f"write '{node.value}' for text, or one number"
     if node.tag not in _PLAIN_TAGS:
         tag = node.tag.removeprefix("tag:yaml.org,2002:")
         yield node, path, f"the YAML tag {tag} is not allowed", "write plain values"

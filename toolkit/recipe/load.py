@@ -130,7 +130,7 @@ def load_resolved(file: Path) -> Recipe:
 def _checked(name: str, unresolved: Any, origins: Origins, texts: Mapping[str, str], earlier: list[Problem]) -> Recipe:
     """Resolves and validates; all problems are raised together, after the earlier ones."""
     data, written, problems = _resolve(unresolved, origins)
-    problems = earlier + problems + _unusable(data, origins)
+    problems = earlier + problems + _unusable(data, origins, texts)
     while True:
         try:
             recipe = Recipe.model_validate(data)
@@ -150,13 +150,19 @@ def _checked(name: str, unresolved: Any, origins: Origins, texts: Mapping[str, s
     return recipe
 
 
-def _unusable(data: Any, origins: Origins) -> list[Problem]:
+def _unusable(data: Any, origins: Origins, texts: Mapping[str, str]) -> list[Problem]:
     """Values that no library can hold: numbers of more than 64 bits, and halves of surrogate pairs, as which bytes that
-    are no UTF-8 come from a shell. They are taken out."""
+    are no UTF-8 come from a shell; and numbers that YAML 1.1 reads in another base, which nobody means. They are taken
+    out."""
     problems = []
     for path, value in parts(data):
         what = hint = ""
-        if _HALF.search(f"{path}{value}" if isinstance(value, str) else path):
+        text = texts.get(path, "") if isinstance(value, int | float) else ""
+        if isinstance(value, int) and _BASE_8.match(text):
+            what, hint = f"{text} would be read in base 8", f"write {text.replace('0', '', 1)}, or '{text}' for text"
+        elif _BASE_60.match(text):
+            what, hint = f"{text} would be read in base 60", f"write one number, or '{text}' for text"
+        elif _HALF.search(f"{path}{value}" if isinstance(value, str) else path):
             what, hint = (
                 "holds half a character, or bytes that are no UTF-8",
                 "write UTF-8; rename files of other names",
@@ -171,6 +177,8 @@ def _unusable(data: Any, origins: Origins) -> list[Problem]:
 
 
 _HALF = re.compile("[\ud800-\udfff]")
+_BASE_8 = re.compile(r"[-+]?0\d")
+_BASE_60 = re.compile(r"[-+]?\d[\d_]*:\d")
 
 
 def _resolve(unresolved: Any, origins: Origins) -> tuple[Any, dict[str, str], list[Problem]]:
