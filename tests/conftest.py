@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,13 @@ def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 def traced_here() -> None:
     """What a command would have another process trace, the tests' own traces, which has imported all that it takes."""
     store.ask = answer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_stay_frozen() -> None:
+    """A run would look through all that was imported, for a quarter of a second, and leave it to be looked through from
+    then on. Those of `ranks` do what users' runs do."""
+    importlib.import_module("toolkit.train.train")._not_collected = nullcontext  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,10 @@ import functools
 import inspect
 import itertools
 import json
+import os
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,9 +36,29 @@ from toolkit.recipe.rules.unusual import UNUSUAL_RULES
 from toolkit.recipe.sections import SCHEDULES
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with models, adapters and files that recipes name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder := tmp_path_factory.mktemp("models"))
+        _populate()
+    yield folder
+
+
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's folder, with a recipe `mine`."""
+
+    def copy(source: str, target: str) -> None:
+        # A vocabulary is large, and nothing writes into it.
+        (os.link if source.endswith("tokenizer.json") else shutil.copyfile)(source, target)
+
+    shutil.copytree(models, tmp_path, copy_function=copy, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    Path("recipes/mine.yaml").write_text(BASE)
+
+
+def _populate() -> None:
     Path("recipes").mkdir()
     Path("existing").mkdir()
     Path("bare").mkdir()
@@ -70,7 +93,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, dtype, size in (("rounded", "I8", 1), ("complex", "C64", 8)):
         head = json.dumps({"model.norm.weight": {"dtype": dtype, "shape": [1], "data_offsets": [0, size]}}).encode()
         Path(name, "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(size))
-    Path("recipes/mine.yaml").write_text(BASE)
 
 
 @functools.cache

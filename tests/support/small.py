@@ -37,6 +37,10 @@ MODELS = {
 }
 
 
+CUTS = ((1, []), (2, ["model.attention=eager"]), (4, ["model.attention=torch_varlen"]), (4, ["model.attention=sdpa"]))
+"""Micro-batches of a step of four rows or pairs, each with an attention: steps are the same."""
+
+
 def populate(folder: Path, *models: str) -> None:
     """Writes the models, `chat.jsonl`, `pairs.jsonl`, `text.jsonl` and the recipe `small`."""
     for name in models:
