@@ -30,6 +30,7 @@ from toolkit.recipe.rules.parallel import PARALLEL_RULES
 from toolkit.recipe.rules.pipeline import PIPELINE_RULES
 from toolkit.recipe.rules.preference import PREFERENCE_RULES
 from toolkit.recipe.rules.reinforcement import REINFORCEMENT_RULES
+from toolkit.recipe.rules.results import RESULT_RULES
 from toolkit.recipe.rules.strategy import STRATEGY_RULES
 from toolkit.recipe.rules.training import TRAINING_RULES
 from toolkit.recipe.rules.unusual import UNUSUAL_RULES
@@ -123,7 +124,7 @@ def test_rule_refuses_and_its_fix_is_valid(rule: str, breaks: list[str], fix: li
 def test_every_rule_has_a_case_and_names_are_unique() -> None:
     rooms = (INPUT_RULES, METHOD_RULES, TRAINING_RULES, STRATEGY_RULES, PARALLEL_RULES, EXPERT_RULES)
     rooms += (PIPELINE_RULES, PREFERENCE_RULES, REINFORCEMENT_RULES, DISTILLATION_RULES, HEAD_RULES, EMBEDDING_RULES)
-    rooms += (IGNORED_RULES, UNUSUAL_RULES)
+    rooms += (RESULT_RULES, IGNORED_RULES, UNUSUAL_RULES)
     assert len(RULES) == sum(map(len, rooms))
     assert set(RULES) == {rule for rule, _, _ in CASES}
 

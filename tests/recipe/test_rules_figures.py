@@ -12,7 +12,7 @@ from recipes import recipe_of
 from toolkit.recipe import Recipe
 from toolkit.recipe.rules import check
 from toolkit.recipe.rules.method import adapter_keys, not_for_parameters
-from toolkit.recipe.rules.training import evaluation_keys
+from toolkit.recipe.rules.results import evaluation_keys
 from toolkit.recipe.sections import Method
 
 LORA, NF4, INT8 = (

@@ -15,7 +15,6 @@ from toolkit.cli.option_types import count, port, positive, price, values_of_key
 from toolkit.cli.registry import command, flag, option
 from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, printable, table
 from toolkit.hub_cache import use_own
-from toolkit.train.continued import as_begun
 
 _RECIPE = option("arguments", "recipe=NAME key=value", None, nargs="*")
 _FOLDER = option("--recipes", "DIR", "the folder of your recipes (default: ./recipes)")
@@ -235,6 +234,7 @@ def launch(options: argparse.Namespace) -> int | None:
     """Train a recipe on the GPUs of one machine or many."""
     loaded = _load(options, warns=options.print or options.slurm)  # Otherwise the run says them.
     from toolkit.cli import launch
+    from toolkit.train.continued import as_begun
 
     recipe, arguments = as_begun(loaded).recipe, list(options.arguments)
     if options.recipes:

@@ -28,10 +28,10 @@ from toolkit.recipe.rules.parallel import PARALLEL_RULES, nearest_heads, nearest
 from toolkit.recipe.rules.pipeline import PIPELINE_RULES, nearest_pipeline
 from toolkit.recipe.rules.preference import PREFERENCE_RULES, preference_keys
 from toolkit.recipe.rules.reinforcement import REINFORCEMENT_RULES, reward_figures
+from toolkit.recipe.rules.results import RESULT_RULES, evaluation_keys
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys, zero3_fault
 from toolkit.recipe.rules.training import (
     TRAINING_RULES,
-    evaluation_keys,
     masters_figures,
     micro_batch,
     not_below_the_peak,
@@ -50,6 +50,7 @@ RULES: dict[str, Rule] = (
     INPUT_RULES
     | METHOD_RULES
     | TRAINING_RULES
+    | RESULT_RULES
     | STRATEGY_RULES
     | PARALLEL_RULES
     | EXPERT_RULES
