@@ -130,8 +130,10 @@ class EmbeddingTrainer(HeadTrainer):
         texts = keys.shape[1]
         every = [self._of_all(each) for each in (own.view(len(rows), texts, -1), keys, scores)]
         numbers = self._of_all(rows, fill=-1)
-        # In one order, by which sums do not depend on who had which row; what fills up is left out.
-        order = torch.argsort(numbers, stable=True)[int((numbers < 0).sum()) :]
+        # In one order, by which sums do not depend on who had which row; what fills up, beside other processes, is left
+        # out.
+        filled = int((numbers < 0).sum()) if len(numbers) > len(rows) else 0
+        order = torch.argsort(numbers, stable=True)[filled:]
         losses, gradient = losses_and_gradient(self.embedding, *(each[order] for each in every))
         back = torch.empty_like(numbers)
         back[order] = torch.arange(len(order), device=device)
