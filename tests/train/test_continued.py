@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from harness import write_recipe
+from harness import losses, write_recipe
 from small import RECIPE, populate
 
 from toolkit.planner.hardware import find
@@ -83,13 +84,22 @@ def test_a_run_is_the_same_where_another_precision_has_become_faster(
 ) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(place / "cache"))
     populate(place, "llama")
-    write_recipe(place, "small", RECIPE.replace("precision: fp32", "precision: auto"))
+    saving = "checkpoint: {save_steps: 1, rehearse: false}\n"
+    write_recipe(place, "small", RECIPE.replace("precision: fp32", "precision: auto") + saving)
     measured(bf16=5e11)
     assert main(["recipe=small"]) == 0
     assert read_manifest(place / "runs" / "small")[0].chosen["precision"].startswith("bf16: computed 5 times")
     measured(bf16=1e10)
     assert main(["recipe=small"]) == 0
     assert "This run is finished" in capsys.readouterr().out
+    whole = losses(run := place / "runs" / "small")
+    stopped = json.loads((run / "manifest.json").read_text()) | {"status": "interrupted", "final": None}
+    (run / "manifest.json").write_text(json.dumps(stopped))
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoints" / "checkpoint-2")
+    assert main(["recipe=small"]) == 0
+    assert losses(run) == whole and "precision=bf16: as this run began" in (said := capsys.readouterr()).out
+    assert "another precision is faster" not in said.err
     assert main(["recipe=small", "output.name=later"]) == 0
     assert read_manifest(place / "runs" / "later")[0].chosen["precision"].startswith("fp32: ")
     assert main(["recipe=small", "output.name=slow", "precision=bf16"]) == 0

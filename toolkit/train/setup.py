@@ -354,7 +354,8 @@ def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: boo
         return None
     progress.message(brief_text(guard.plan).plain)
     for note in guard.plan.notes:
-        if note.startswith(SLOWER):
+        # One that was left to the plan stays as the run began.
+        if note.startswith(SLOWER) and "precision" not in guard.loaded.chosen:
             _log.warning("%s", note)
     if not force:
         guard.check()
