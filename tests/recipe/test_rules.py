@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,12 +37,12 @@ from toolkit.recipe.sections import SCHEDULES
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models, adapters and files that recipes name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder := tmp_path_factory.mktemp("models"))
         _populate()
-    yield folder
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,8 @@ MODELS = {
 
 CUTS = ((1, []), (2, ["model.attention=eager"]), (4, ["model.attention=torch_varlen"]), (4, ["model.attention=sdpa"]))
 """Micro-batches of a step of four rows or pairs, each with an attention: steps are the same."""
+ALL_CUTS = tuple(itertools.product((1, 2, 4), ([], ["model.attention=eager"], ["model.attention=torch_varlen"])))
+"""All of these with all."""
 
 
 def populate(folder: Path, *models: str) -> None:

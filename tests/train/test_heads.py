@@ -190,11 +190,19 @@ def test_a_trained_adapter_with_its_head_merges_into_an_equal_model() -> None:
         assert torch.allclose(model(**batch).logits, adapted(**batch).logits, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        ((1, []), (2, ["model.attention=eager"]), (4, [])),
+        pytest.param(tuple(itertools.product((1, 2, 4), ([], ["model.attention=eager"]))), marks=pytest.mark.matrix),
+    ],
+    ids=["each once", "all"],
+)
 @pytest.mark.parametrize("rows", [[], CLASSES], ids=["reward", "classification"])
-def test_training_does_not_depend_on_how_rows_fall_into_micro_batches(rows: list[str]) -> None:
+def test_training_does_not_depend_on_how_rows_fall_into_micro_batches(rows: list[str], cuts: Any) -> None:
     curves, figures = [], []
-    for size, more in ((1, []), (2, ["model.attention=eager"]), (4, [])):
-        name = f"cut-{len(rows)}-{size}-{len(curves)}"
+    for size, more in cuts:
+        name = f"cut-{len(cuts)}-{len(rows)}-{size}-{len(curves)}"
         assert main(["recipe=small", *rows, f"batch.micro_batch_size={size}", f"output.name={name}", *more]) == 0
         curves.append(losses(Path("runs") / name))
         figures.append([row["eval_loss"] for row in metrics(Path("runs") / name) if "eval_loss" in row])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from harness import losses, metrics, write_recipe
-from small import CUTS, set_up
+from small import ALL_CUTS, CUTS, set_up
 from tiny import tiny_model
 
 from toolkit.train.main import main
@@ -141,14 +141,15 @@ def test_a_run_says_how_its_answers_fare(overrides: list[str]) -> None:
     assert "Kahneman-Tversky" in card and "answers preferred rightly" in card
 
 
-def test_training_does_not_depend_on_how_answers_fall_into_micro_batches() -> None:
+@pytest.mark.parametrize("cuts", [CUTS, pytest.param(ALL_CUTS, marks=pytest.mark.matrix)], ids=["each once", "all"])
+def test_training_does_not_depend_on_how_answers_fall_into_micro_batches(cuts: Any) -> None:
     curves, figures = [], []
-    for size, more in CUTS:
-        name = f"cut-{size}-{len(curves)}"
+    for size, more in cuts:
+        name = f"cut-{len(cuts)}-{size}-{len(curves)}"
         assert main(["recipe=small", f"batch.micro_batch_size={size}", f"output.name={name}", *more]) == 0
         curves.append(losses(Path("runs") / name))
         figures.append([row["eval_loss"] for row in metrics(Path("runs") / name) if "eval_loss" in row])
-    assert max(row.get("kl", 0) for row in metrics(Path("runs/cut-1-0"))) > 0.1
+    assert max(row.get("kl", 0) for row in metrics(Path(f"runs/cut-{len(cuts)}-1-0"))) > 0.1
     for curve, held_out in zip(curves[1:], figures[1:], strict=True):
         assert curve == pytest.approx(curves[0], rel=1e-6) and held_out == pytest.approx(figures[0], rel=1e-6)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness import losses, metrics, write_recipe
 from safetensors.torch import load_file
-from small import CUTS, set_up
+from small import ALL_CUTS, CUTS, set_up
 from tiny import tiny_model
 
 from toolkit.cli.main import main as toolkit
@@ -171,10 +171,11 @@ def test_objectives_without_a_reference_train(objective: str) -> None:
     assert not (run / FILE).exists()
 
 
-def test_training_does_not_depend_on_how_pairs_fall_into_micro_batches() -> None:
+@pytest.mark.parametrize("cuts", [CUTS, pytest.param(ALL_CUTS, marks=pytest.mark.matrix)], ids=["each once", "all"])
+def test_training_does_not_depend_on_how_pairs_fall_into_micro_batches(cuts: Any) -> None:
     curves = []
-    for size, more in CUTS:
-        name = f"cut-{size}-{len(curves)}"
+    for size, more in cuts:
+        name = f"cut-{len(cuts)}-{size}-{len(curves)}"
         arguments = ["recipe=small", f"batch.micro_batch_size={size}", f"output.name={name}", *more]
         assert main([*arguments, "preference.sft_weight=0.2"]) == 0
         curves.append(losses(Path("runs") / name))

@@ -45,7 +45,8 @@ def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work, confi
         untraced = hardware.device.kind == "cpu" and recipe.activation_checkpointing.mode != "elementwise"
         less = ", which takes less memory than planned where all activations are kept"
         notes.append(f"layers are compiled{less if untraced else ''}")
-    if hardware.device.kind == "cpu" and recipe.precision != "fp32":
+    if hardware.device.kind == "cpu" and recipe.precision != "fp32" and hardware.precisions[0] == "fp32":
+        # Unless fp32 does not go with the rest of the recipe.
         fastest, _ = fastest_precision(recipe.with_values({"precision": "auto"}), hardware)
         if fastest.precision == "fp32":
             times = hardware.speeds["fp32"] / hardware.speeds[recipe.engine_precision.removeprefix("pure_")]

@@ -265,8 +265,8 @@ class Recipe(Section):
     """Type in which the model computes. Trained weights keep fp32 masters (`fp16` adds loss scaling), except under
     `pure_bf16`, which holds weights, gradients and optimizer state in bf16. `fp8` is `bf16` but for the products of
     linear layers, which round to 8 bits with a scale for each tensor, or for each row (`fp8_rowwise`); `pure_fp8` is
-    `pure_bf16` with the products of `fp8`. `auto`: the one of the first three that the device computes fastest, bf16
-    among equals; the losses are then those of that type."""
+    `pure_bf16` with the products of `fp8`. `auto`: the one of the first three that the device computes fastest, but
+    fp32 only where it is a quarter faster than a shorter one; the losses are then those of that type."""
     tf32: bool | Literal["auto"] = "auto"
     """Let fp32 matrix products use TF32 tensor cores, which is faster and less exact. `auto`: where there are any,
     on NVIDIA's GPUs from Ampere on."""
