@@ -23,6 +23,7 @@ from torch.distributed import DistError
 from toolkit.common import concealed, duration, in_background
 from toolkit.distributed.rendezvous import Rendezvous, lost_connection
 from toolkit.recipe import Recipe
+from toolkit.train import stragglers
 from toolkit.train.peers import GO_ON, PeerError, Peers
 from toolkit.train.process import tell
 from toolkit.train.run_folder import RunFolder
@@ -279,6 +280,8 @@ def stacks() -> str:
 
 def _where(frame: FrameType) -> tuple[str, bool]:
     """Where a thread is, and whether it is a library of the engines that does not return."""
+    if frame.f_code.co_filename == stragglers.__file__ and frame.f_back:
+        frame = frame.f_back  # The library waits, in what times it.
     file = frame.f_code.co_filename
     return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})", any(name in file for name in _LIBRARIES)
 
