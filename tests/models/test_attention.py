@@ -26,7 +26,7 @@ from transformers.integrations import sdpa_attention
 from toolkit.common import UserError
 from toolkit.data.collate import Collator
 from toolkit.distributed.engines import dtypes
-from toolkit.models import attention, attention_kernels, device
+from toolkit.models import attention, attention_kernels, device, varlen
 from toolkit.models.document_attention import document_attention
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import OutputHead
@@ -241,7 +241,7 @@ def test_every_architecture_that_gets_boundaries_keeps_documents_apart(kind: str
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's kernel as it is called on a GPU, with the reference in its place."""
-    monkeypatch.setattr(attention_kernels, "_on_cpu", attention_kernels._on_gpu)
+    monkeypatch.setattr(varlen, "_on_cpu", varlen._on_gpu)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", reference)
 
 

@@ -5,6 +5,7 @@ It is for processes of their own, as `TRITON_INTERPRET` counts when Triton is im
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -21,16 +22,22 @@ PINNED = ("liger-kernel==0.8.5", "triton==3.9.0")
 
 def paths() -> str:
     """`PYTHONPATH` with Liger and Triton in it."""
-    folder = Path(os.environ["TOOLKIT_CACHE"], "installed", "_".join(PINNED))
+    return os.pathsep.join(map(str, (installed(*PINNED), ROOT)))
+
+
+def installed(*pinned: str) -> Path:
+    """A folder with packages that the environment of the other tests must not have."""
+    name = hashlib.sha256("_".join(pinned).encode()).hexdigest()[:12]
+    folder = Path(os.environ["TOOLKIT_CACHE"], "installed", f"{pinned[0]}_{name}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
-            partial = folder.with_name("partial")
+            partial = folder.with_name(f"{name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial, *PINNED]
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial, *pinned]
             subprocess.run(command, check=True, timeout=600)
             partial.rename(folder)
-    return os.pathsep.join(map(str, (folder, ROOT)))
+    return folder
 
 
 def complete() -> None:

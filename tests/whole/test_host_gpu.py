@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import flash_stand_ins
 import host_gpu
 import pytest
 import small
 from harness import SUPPORT, environment, losses, metrics
 from tiny import chat_rows, labelled_rows, pair_rows, tagged_rows, tiny_encoder, tiny_model
 
+from toolkit.models import varlen
 from toolkit.train.main import main
 
 PAIRS = ["data.sources=[preferences.jsonl]", "data.columns={instruction: prompt}"]
@@ -34,8 +36,10 @@ CORE = {
     "classes": ["precision=fp32", "objective=classification", "model.path=bert", "data.sources=[texts.jsonl]"],
     "teacher on the host": [*TEACHER, "distillation.teacher.offload=true"],
     "rewards": ["objective=grpo", *ANSWERS, *small.LORA, "policy.beta=0.1"],
+    "FlashAttention 4": small.LORA,
 }
 FULL = {
+    "FlashAttention 3": [],
     "full": [],
     "packed": ["data.packing=true", "data.over_long=drop"],
     "recomputed": ["activation_checkpointing=full"],
@@ -113,6 +117,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
     files["texts of pairs"] = pair_rows(40, "anchor", "positive")
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    flash_stand_ins.place(folder / "packages", *varlen.PACKAGES)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield folder
@@ -131,7 +136,7 @@ def command(name: str, where: str, **other: str) -> list[str]:
 def on_gpu(*names: str) -> Any:
     """What came of some cases, in one process."""
     environ = environment() | host_gpu.environment()
-    environ["PYTHONPATH"] = os.pathsep.join([environ["PYTHONPATH"], str(SUPPORT)])
+    environ["PYTHONPATH"] = os.pathsep.join([environ["PYTHONPATH"], str(SUPPORT), "packages"])
     commands = {name: command(name, "gpu") for name in names}
     run = [sys.executable, host_gpu.__file__, "found.json", json.dumps(commands)]
     ended = subprocess.run(run, env=environ, capture_output=True, text=True, timeout=900)
@@ -172,12 +177,14 @@ def test_other_trainings_are_too(name: str, formulas: None) -> None:
 def check(name: str, found: dict[str, Any]) -> None:
     own = losses(Path("gpu", name))
     assert found["status"] == 0 and len(own) == 4
+    assert found["package"] == (name if name in varlen.PACKAGES else varlen.OWN)
     asked = command(name, "cpu", **ON_CPU.get(name, {}))
     assert main(asked) == 0
     if name not in DRAWN:
         exact = "precision=fp32" in asked
         assert own == pytest.approx(losses(Path("cpu", name)), rel=1e-6 if exact else 2e-3)
     manifest = json.loads(Path("gpu", name, "manifest.json").read_text(encoding="utf-8"))
+    assert (name in varlen.PACKAGES) == (f"{name} computes attention" in str(manifest["chosen"]))
     assert manifest["hardware"]["gpus"] and manifest["plan"]["hardware"] == "h100"
     # From the third step on nothing is made for the first time.
     places = {step: {*found["waits"].get(step, ())} for step in ("3", "4", "-3")}
@@ -191,6 +198,7 @@ def check(name: str, found: dict[str, Any]) -> None:
 
 
 def _ours(places: set[str]) -> list[str]:
-    """Without what Transformers reads of padded rows' masks for torch's attention, and PEFT's copies of the numbers of
-    new tokens."""
-    return [place for place in places if not any(each in place for each in ("mask_sdpa", "get_merged_weights"))]
+    """Without what Transformers reads of padded rows' masks for torch's attention, PEFT's copies of the numbers of new
+    tokens, and what packages that compute on a CPU copy there."""
+    others = ("mask_sdpa", "get_merged_weights", "flash_stand_ins")
+    return [place for place in places if not any(each in place for each in others)]

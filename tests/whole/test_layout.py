@@ -86,6 +86,7 @@ ELSEWHERE = {
     "models/adapter_init": "train/test_initial",
     "models/stored_loading": "models/test_blockwise",
     "models/attention_kernels": "models/test_attention",
+    "models/varlen_trials": "models/test_varlen",
     "models/head_choice": "models/test_output_head",
     "models/tiny": "models/test_output_head",
     "planner/notes": "planner/test_build",

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 
-from toolkit.models import attention, device
-from toolkit.models.document_attention import document_attention
+from toolkit.models import attention, device, varlen
 
 _log = logging.getLogger(__name__)
 _SMALL_BLOCKS = {
@@ -220,12 +219,11 @@ def varlen_attention(
         if attention_mask is not None or key.shape[2] != tokens:
             raise ValueError("torch_varlen attention takes cu_seq_lens, no padding and no cache; use sdpa for these")
         cu_seq_lens_q = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=query.device)
-    q, k, v = (each.transpose(0, 1).flatten(1, 2) for each in to_compute(query, key, value))
+    q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in to_compute(query, key, value))
     scale = size**-0.5 if scaling is None else scaling
     boundaries = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
     longest = (max_length_q or tokens, max_length_k or max_length_q or tokens)
-    compute = _on_cpu if query.device.type == "cpu" else _on_gpu
-    out = compute(q, k, v, boundaries, longest, scale, sliding_window or 0)
+    out = varlen.attended(varlen.used(), q, k, v, boundaries, longest, scale, sliding_window or 0)
     return out.view(batch, tokens, *out.shape[1:]), None
 
 
@@ -237,26 +235,6 @@ def to_compute(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     where = query.device.type
     dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else value.dtype
     return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-def _on_gpu(
-    query: Any, key: Any, value: Any, boundaries: tuple[Any, Any], longest: tuple[int, int], scale: float, window: int
-) -> Any:
-    """Arguments and result are those of `document_attention`, but for the longest document of queries and of keys."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # Heads may share keys and values in every version; from torch 2.12 on this has to be said.
-    shared = {"enable_gqa": query.shape[0] != key.shape[0]} if torch.__version__ >= "2.12" else {}
-    q, k, v = (each.transpose(0, 1) for each in (query, key, value))
-    out = varlen_attn(q, k, v, *boundaries, *longest, scale=scale, window_size=(window - 1, 0), **shared)
-    assert not isinstance(out, tuple)
-    return out
-
-
-def _on_cpu(
-    query: Any, key: Any, value: Any, boundaries: tuple[Any, Any], longest: tuple[int, int], scale: float, window: int
-) -> Any:
-    return document_attention(query, key, value, *boundaries, scale, window)
 
 
 def _imports(module: str) -> bool:
@@ -277,7 +255,8 @@ def keep_attention(model: Any) -> None:
     from trl.models import selective_activation_checkpointing as selective
 
     known = selective._aten_attention_ops
-    ours = {torch.ops.torch_attn._varlen_attn.default, torch.ops.toolkit.document_attention.default}
+    own = (torch.ops.toolkit.document_attention.default, torch.ops.toolkit.flash_attention.default)
+    ours = {torch.ops.torch_attn._varlen_attn.default, *own}
     selective._aten_attention_ops = lambda: known() | ours
     try:
         selective.enable_selective_activation_checkpointing(model)

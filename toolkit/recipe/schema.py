@@ -101,9 +101,11 @@ class Model(Section):
     """Type in which weights are stored while training. `auto`: fp32 masters for full fine-tuning (bf16 under
     `precision: pure_bf16` and `pure_fp8`); for adapters the frozen base is stored in the type of `precision`."""
     attention: Literal[ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
-    """Attention kernels. `auto` picks the fastest that really runs on this device; the other values insist on one. Of
-    FlashAttention, where its package is missing and `kernels` is installed, the build of kernels-community that lies in
-    the hub's cache is taken."""
+    """Attention kernels. `auto` picks the fastest that really runs on this device; the other values insist on one. On
+    NVIDIA's GPUs `auto` has `torch_varlen` computed by the package of FlashAttention 3 or 4 where one is installed, its
+    results and gradients are those of torch's kernels there, and it was measured to be faster. Of `flash_attention_…`,
+    where its package is missing and `kernels` is installed, the build of kernels-community that lies in the hub's cache
+    is taken."""
     trust_remote_code: bool = False
     """Whether Python code from the model's repository may run; of one on the hub only at the full commit in
     `revision`."""

@@ -8,10 +8,12 @@ from operator import attrgetter
 from typing import Any
 
 from toolkit.common import UserError
+from toolkit.data.statistics import DataStatistics
+from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout, batch_layout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.distributed.stages import cut
-from toolkit.models import compilers, device, liger_kernels
+from toolkit.models import compilers, device, liger_kernels, varlen, varlen_trials
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.load import ModelSource
 from toolkit.models.pipeline import Split
@@ -92,6 +94,43 @@ def use_liger(base: Any, where: Any, rendezvous: Rendezvous, progress: Progress)
         return
     reason = liger_kernels.use_liger(base, where)
     progress.message(f"Liger's kernels are not used: {reason}" if reason else "Liger's kernels run in the layers")
+
+
+def with_flash_attention(
+    loaded: Loaded, source: ModelSource, backend: str, layout: BatchLayout, statistics: DataStatistics | None,
+    steps: int, where: Any, rendezvous: Rendezvous, progress: Progress,
+) -> Loaded:  # fmt: skip
+    """Has a package of FlashAttention compute what `auto` leaves to `torch_varlen` on GPUs: where all processes have it
+    and the first one finds it faster.
+
+    Args:
+        backend: Of attention.
+        statistics: Of the data; where they are not known, rows are taken to be full.
+        steps: Of the run.
+        where: The device.
+
+    Returns:
+        The recipe, with that among what was chosen.
+    """
+    varlen.use(varlen.OWN)
+    if (loaded.recipe.model.attention, backend, where.type) != ("auto", "torch_varlen", "cuda"):
+        return loaded
+    length = statistics.squared_tokens / statistics.tokens if statistics else layout.seq_len
+    heads_among, compute = layout.tensor * layout.sequence, dtypes(loaded.recipe).compute
+    documents = varlen_trials.documents_of(source.config.to_dict(), heads_among, length, compute)
+    calls = source.config.get_text_config().num_hidden_layers / layout.pipeline
+    calls *= steps * layout.gradient_accumulation_steps
+
+    def judge(everybodys: Mapping[int, list[str]]) -> tuple[str, str]:
+        packages = [name for name in everybodys[0] if all(name in each for each in everybodys.values())]
+        return varlen_trials.choose(documents, calls, where, packages) if documents else (varlen.OWN, "")
+
+    package, said = rendezvous.exchange("attention kernels", varlen.installed(), judge)
+    varlen.use(package)
+    if said:
+        progress.message(said)
+    chosen = {"model.attention": f"torch_varlen: {said}"} if package else {}
+    return loaded.decided(loaded.recipe, {**loaded.chosen, **chosen})
 
 
 def attention_for_rows(backend: str, rendezvous: Rendezvous, guard: PlanGuard | None) -> str:

@@ -47,6 +47,7 @@ from toolkit.train.sealing import Take, aside, complete_left, is_left
 _PACKAGES = (
     *("accelerate-toolkit", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "bitsandbytes"),
     *("datasets", "hydra-core", "omegaconf", "pydantic", "tokenizers", "safetensors", "flash-attn"),
+    *("flash-attn-3", "flash-attn-4"),
 )
 _WITHOUT_EFFECT = {
     *("description", "output", "logging", "checkpoint", "evaluation", "activation_checkpointing", "strategy"),

@@ -156,6 +156,9 @@ def set_up(
     preflight.all_reduce(rendezvous, arguments.device, recipe.parallel)
     watchdog.start()
     optimizer.check_arguments(recipe, arguments, length)
+    loaded = agreed.with_flash_attention(
+        loaded, source, backend, layout, prepared.statistics, length.total_steps, arguments.device, rendezvous, progress
+    )
 
     # Model: adapters are initialised at random before the trainer sets its own seed.
     set_seed(recipe.seed)
