@@ -32,7 +32,7 @@ from trl import SFTConfig
 
 from toolkit.common import in_a_line
 from toolkit.data.collate import Collator, isolates
-from toolkit.models import attention, experts
+from toolkit.models import attention, attention_kernels, experts
 from toolkit.models.adapters import keep_unpacked, unadaptable
 from toolkit.models.head_choice import add_output_head, asks_routers, choose
 from toolkit.models.stored_loading import StoredConfig
@@ -165,6 +165,7 @@ def look(kind: str, objective: str = "sft") -> Architecture:
         reached = _reached(model, batch)
         assert (quantised == "refused") == model_configs.reads_weights(config.to_dict()), kind
         assert in_fp8 == ("refused" if model_configs.reads_weights(config.to_dict(), "fp8") else quantised), kind
+        attention_kernels.find_documents(by_positions=True)
         try:
             packs = objective == "sft" and isolates(model, Collator(0, "packed"))
         except Exception:

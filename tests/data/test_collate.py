@@ -25,8 +25,9 @@ from transformers import (
 )
 
 from recipes import recipe_of
-from toolkit.data.collate import Collator, PartCollator, isolates
+from toolkit.data.collate import Collator, PartCollator, isolates, mask_of
 from toolkit.data.rows import IGNORE
+from toolkit.models import attention_kernels
 from toolkit.train import batching
 
 SIZE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -47,6 +48,12 @@ LEAKING = {
     "positions_only": OPTConfig(**SIZE, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0, **TOKENS),
 }
 PACKED = [[5, 1, 9], [3, 7]]  # lengths of the documents in each row; the second row is padded
+
+
+@pytest.fixture(autouse=True)
+def documents_are_found() -> None:
+    """As in a run with packed rows, whatever ran before."""
+    attention_kernels.find_documents(by_positions=True)
 
 
 def model_of(config: PreTrainedConfig, attention: str = "eager") -> PreTrainedModel:
@@ -182,6 +189,9 @@ def test_padded_layout() -> None:
     assert batch["attention_mask"].sum(1).tolist() == [3, 5]
     assert batch["labels"][0].tolist() == [IGNORE, 2, 3] + [IGNORE] * 2
     assert set(batch) == {"input_ids", "attention_mask", "labels", "label_positions"}
+    # Where nothing is padded nobody has to look whether a mask hides anything.
+    alike = Collator(7, "padded")([example([1, 2, 3]), example([4, 5, 6])])
+    assert set(alike) == {"input_ids", "labels", "label_positions"} and mask_of(alike).tolist() == [[1] * 3] * 2
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "flat"])
@@ -216,7 +226,7 @@ def test_rows_are_not_filled_up_beyond_the_longest_or_where_no_mask_would_be_nee
     nine, ten = example([1] * 9), example([1] * 10)
     assert collator([nine, ten])["input_ids"].shape == (2, 12)
     assert collator([nine, example([1] * 3)])["labels"].shape == (2, 12)
-    assert collator([nine])["input_ids"].shape == collator([nine])["attention_mask"].shape == (1, 9)
+    assert collator([nine])["input_ids"].shape == (1, 9) and "attention_mask" not in collator([nine])
     assert collator.width(np.array([1, 8, 9, 12, 14])).tolist() == [8, 8, 12, 12, 14]
 
 

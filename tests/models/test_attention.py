@@ -253,7 +253,7 @@ def test_variable_length_attention_equals_masked_attention_on_packed_documents(
     """Grouped queries (both), sliding windows shorter than the documents and a scale of its own (Gemma 3)."""
     if where == "gpu":
         request.getfixturevalue("as_on_gpu")
-    recipe = load_checked("small", [f"model.path={model}"]).recipe
+    recipe = load_checked("small", [f"model.path={model}", "data.packing=true"]).recipe
     row = {"input_ids": [7 + n % 90 for n in range(60)], "labels": [-100] * 60, "seq_lengths": [25, 3, 32]}
     masked = ModelSource.open(recipe).load(dtypes(recipe), "sdpa")(**Collator(0, "packed")([row])).logits
     flat = ModelSource.open(recipe).load(dtypes(recipe), "torch_varlen")(**Collator(0, "flat")([row])).logits
@@ -294,7 +294,7 @@ def hub_kernel(*, cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_a_build_of_flash_attention_in_the_hubs_cache_is_taken(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_kernel(cached=True, monkeypatch=monkeypatch)
-    recipe = load_checked("small", [f"model.path={model}"]).recipe
+    recipe = load_checked("small", [f"model.path={model}", "data.packing=true"]).recipe
     row = {"input_ids": [7 + n % 90 for n in range(60)], "labels": [-100] * 60, "seq_lengths": [25, 3, 32]}
     masked = ModelSource.open(recipe).load(dtypes(recipe), "sdpa")(**Collator(0, "packed")([row])).logits
     flash = ModelSource.open(recipe).load(dtypes(recipe), "flash_attention_2")

@@ -76,7 +76,7 @@ class Collator:
     """Batches rows; what they look like is the layout.
 
     Layouts (B examples, L the longest of them, T their sum):
-        padded: `input_ids`, `attention_mask`, `labels`, each (B, L), padded on the right.
+        padded: `input_ids`, `labels` and, where anything is padded, `attention_mask`, each (B, L), padded on the right.
         packed: `input_ids`, `labels`, `position_ids`, each (B, L). Positions restart at every document and no
             attention mask is given: from that, Transformers makes a mask that isolates the documents. Padding is a
             document of its own. `use_cache` is off, because Transformers looks for documents only without a cache.
@@ -136,7 +136,7 @@ class Collator:
         }
         batch["label_positions"] = _label_positions(batch["labels"].numpy(), self.layout == "pairs")
         if self.layout in ("padded", "pairs"):
-            return batch | {"attention_mask": self.padded([np.ones_like(row) for row in ids], 0)}
+            return batch | self.mask(ids)
         pads = [batch["labels"].shape[1] - len(row) for row in ids]
         lengths = [np.append(each, pad) if pad else each for each, pad in zip(lengths, pads, strict=True)]
         batch["position_ids"] = torch.from_numpy(np.stack([_positions(each) for each in lengths]))
@@ -158,6 +158,12 @@ class Collator:
             return places // width
         ends = torch.tensor([len(example["input_ids"]) for example in examples]).cumsum(0)
         return torch.bucketize(places, ends, right=True).clamp(max=len(examples) - 1)
+
+    def mask(self, rows: list[NDArray[np.int64]]) -> dict[str, torch.Tensor]:
+        """`attention_mask` (B, L) of rows, 0 for padding; without any there is none, see
+        `attention_kernels.trust_masks`."""
+        mask = self.padded([np.ones_like(row) for row in rows], 0)
+        return {} if mask.all() else {"attention_mask": mask}
 
     def padded(self, rows: list[NDArray[np.int64]], value: int) -> torch.Tensor:
         """The rows, padded on the right to the longest and on to its width."""
@@ -276,13 +282,19 @@ def answered_row(asked: list[int], given: list[int]) -> dict[str, Any]:
     return {"input_ids": [*asked, *given], "labels": [*[IGNORE] * len(asked), *given]}
 
 
+def mask_of(batch: dict[str, Any]) -> torch.Tensor:
+    """`attention_mask` of a padded batch, also where nothing is padded."""
+    return batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
+
+
 def documents_of(batch: dict[str, Any]) -> list[dict[str, list[int]]]:
     """The rows that a `Collator` has laid out, `padded` or `flat`, in order; padding may be one more, untrained."""
     ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
     if "cu_seq_lens_q" in batch:
         parts = [(0, slice(*ends)) for ends in itertools.pairwise(batch["cu_seq_lens_q"].tolist())]
     else:
-        parts = [(row, slice(length)) for row, length in enumerate(batch["attention_mask"].sum(1).tolist())]
+        lengths = mask_of(batch).sum(1).tolist()
+        parts = [(row, slice(length)) for row, length in enumerate(lengths)]
     return [{"input_ids": ids[row][part], "labels": labels[row][part]} for row, part in parts]
 
 

@@ -19,11 +19,11 @@ from toolkit.recipe.heads import EMBEDDING, REWARD
 class HeadCollator:
     """Lays out rows for a head.
 
-    A batch has `input_ids` and `attention_mask` (B, L), padded on the right, for models that read them and rows of two
-    texts `token_type_ids` (B, L), and `labels`: (B) classes, or (B, L) those of words, each at the word's first token.
-    Of pairs of answers there are no labels, and 2 B texts, the chosen one of each before the rejected one. Of texts
-    that belong together there are those of a row behind each other, and `rows` (B), their numbers, `keys` (B, texts)
-    by which equal texts are known, and `scores` (B).
+    A batch has `input_ids` and, where anything is padded, `attention_mask` (B, L), padded on the right, for models that
+    read them and rows of two texts `token_type_ids` (B, L), and `labels`: (B) classes, or (B, L) those of words, each
+    at the word's first token. Of pairs of answers there are no labels, and 2 B texts, the chosen one of each before the
+    rejected one. Of texts that belong together there are those of a row behind each other, and `rows` (B), their
+    numbers, `keys` (B, texts) by which equal texts are known, and `scores` (B).
 
     Args:
         whole: Pads rows.
@@ -54,10 +54,7 @@ class HeadCollator:
         several = self.objective in (REWARD, EMBEDDING)
         rows = [text for each in examples for text in answers_of(each)] if several else examples
         ids = [np.asarray(row["input_ids"], dtype=np.int64) for row in rows]
-        batch = {
-            "input_ids": self.whole.padded(ids, self.whole.pad_token_id),
-            "attention_mask": self.whole.padded([np.ones_like(row) for row in ids], 0),
-        }
+        batch = {"input_ids": self.whole.padded(ids, self.whole.pad_token_id)} | self.whole.mask(ids)
         if self.types and not several:
             given = [np.asarray(row.get("token_type_ids", ()), dtype=np.int64) for row in rows]
             kinds = [each if len(each) else np.zeros_like(row) for each, row in zip(given, ids, strict=True)]

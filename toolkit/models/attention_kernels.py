@@ -20,6 +20,7 @@ import torch
 from huggingface_hub import constants
 
 from toolkit.models import attention, device, varlen
+from toolkit.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 _SMALL_BLOCKS = {
@@ -99,8 +100,8 @@ def _from_cache() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def prepare(backend: str) -> None:
-    """Has Transformers compute attention as a backend is meant to on this device.
+def prepare(backend: str, recipe: Recipe) -> None:
+    """Has Transformers compute attention as a backend is meant to on this device, of rows as they are in a recipe.
 
     Args:
         backend: A key of `attention.IMPLEMENTATIONS`.
@@ -109,7 +110,8 @@ def prepare(backend: str) -> None:
         register()
     if backend == "flex":
         fit_flex(device.capability())
-    find_documents(by_positions=backend not in attention.VARLEN)
+    find_documents(by_positions=recipe.data.packing and backend not in attention.VARLEN)
+    trust_masks(recipe.objective == "seq2seq")
     if torch.cuda.is_available():
         repeat_shared_heads(device.capability())
 
@@ -127,8 +129,8 @@ def register() -> None:
 def find_documents(by_positions: bool) -> None:
     """Whether Transformers looks for documents in the positions of rows that have no mask.
 
-    Kernels that are told lengths have no use for what it finds, and to learn whether there is anything the host waits
-    for the device, in every micro-batch.
+    Kernels that are told lengths have no use for what it finds, and in rows of one document there is nothing to find;
+    but to learn that the host waits for the device, in every micro-batch.
     """
     from transformers import masking_utils
 
@@ -139,6 +141,29 @@ def find_documents(by_positions: bool) -> None:
         return finds(position_ids) if by_positions else None
 
     masking_utils.find_packed_sequence_indices = found
+
+
+def trust_masks(encoder_decoder: bool) -> None:
+    """Has Transformers take it that something is padded where a batch has a mask, and nothing where it has none.
+
+    Else the host waits for the device, in every micro-batch: it looks into the masks of `sdpa`, without which torch's
+    faster kernels run, and into rows without a mask, to warn of padding. Decoders behind an encoder make themselves a
+    mask, which hides nothing: what their targets are filled up with comes last.
+    """
+    from transformers import PreTrainedModel, masking_utils
+
+    model: Any = PreTrainedModel
+    model.warn_if_padding_and_no_attention_mask = lambda model, input_ids, attention_mask: None
+    for name, own_mask in (("_ignore_causal_mask_sdpa", encoder_decoder), ("_ignore_bidirectional_mask_sdpa", False)):
+        looks = inspect.unwrap(getattr(masking_utils, name))
+
+        @functools.wraps(looks)
+        def hides_nothing(mask: Any, *args: Any, _looks: Any = looks, _own: bool = own_mask, **kwargs: Any) -> bool:
+            if mask is not None and mask.is_cuda:
+                return _own and _looks(None, *args, **kwargs)
+            return bool(_looks(mask, *args, **kwargs))
+
+        setattr(masking_utils, name, hides_nothing)
 
 
 def fit_flex(capability: str | None) -> None:
@@ -239,7 +264,8 @@ def to_compute(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
 
 def _imports(module: str) -> bool:
     try:
-        return bool(importlib.import_module(module))
+        # The fourth's package alone makes `flash_attn` a module, too, and an empty one.
+        return hasattr(importlib.import_module(module), "flash_attn_varlen_func")
     except Exception:
         # A broken build of flash-attn raises anything from ImportError to OSError on its shared library.
         return False

@@ -68,7 +68,8 @@ def _choose(hashed: _Hashed, trust_remote_code: bool, objective: str) -> HeadCho
         batch = _batch(objective)
         labels = ("labels",) if objective == "seq2seq" else ()
         with torch.no_grad():
-            own = model(**{key: batch[key] for key in ("input_ids", "attention_mask", *labels)}, use_cache=False)
+            read = {key: batch[key] for key in ("input_ids", "attention_mask", *labels) if key in batch}
+            own = model(**read, use_cache=False)
     except Exception:  # A model's own code may raise anything for sizes that do not fit together.
         return HeadChoice()
     balances = not routers or getattr(own, "aux_loss", None) is not None

@@ -194,7 +194,7 @@ class ModelSource:
         Raises:
             UserError: If the files cannot be read, or cannot be quantized as the recipe asks.
         """
-        attention_kernels.prepare(backend)
+        attention_kernels.prepare(backend, self.recipe)
         experts.autocast_grouped_products()
         experts.quantize_fused()
         arguments: dict[str, Any] = {

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 
+from toolkit.data.collate import mask_of
 from toolkit.models.device import sent
 from toolkit.models.embedding import losses_and_gradient, pooled
 from toolkit.recipe.embedding import COSENT, Embedding
@@ -85,10 +86,10 @@ class EmbeddingTrainer(HeadTrainer):
     def logits(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """(texts, width) vectors of a batch."""
         read = {name: inputs[name] for name in inputs if name not in BESIDE}
-        return pooled(model(**read).last_hidden_state, inputs["attention_mask"], self.pooling)
+        return pooled(model(**read).last_hidden_state, mask_of(inputs), self.pooling)
 
     def items(self, batch: dict[str, Any]) -> torch.Tensor:
-        return sent(len(batch["rows"]), batch["attention_mask"].device)
+        return sent(len(batch["rows"]), batch["input_ids"].device)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step, each with its share where there are several."""

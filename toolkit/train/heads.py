@@ -19,6 +19,7 @@ from transformers import Trainer
 from trl.trainer.utils import disable_dropout_in_model
 
 from toolkit.common import UserError
+from toolkit.data.collate import mask_of
 from toolkit.data.rows import IGNORE
 from toolkit.models import device
 from toolkit.models.preference import reward_losses
@@ -79,7 +80,7 @@ class HeadTrainer(Telling, _ExactMixin, Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Theirs counts labels where the model's forward takes them."""
-        own = [torch.stack([batch["attention_mask"].sum(), self.items(batch)]) for batch in batch_samples]
+        own = [torch.stack([mask_of(batch).sum(), self.items(batch)]) for batch in batch_samples]
         sums = torch.stack(own).sum(0).double().to(device)
         tokens, items = self.accelerator.reduce(sums, reduction="sum")
         self._tokens = tokens

@@ -164,7 +164,7 @@ def require_isolation(source: ModelSource, backend: str) -> None:
     recipe = source.recipe
     if not recipe.data.packing or backend in attention.VARLEN:
         return
-    attention_kernels.prepare(backend)
+    attention_kernels.prepare(backend, recipe)
     try:
         isolated = isolates(tiny_model(source.config, recipe.objective, recipe.model.trust_remote_code), _PACKED)
     except Exception:  # A model's own code may raise anything for sizes that do not fit together: it is asked itself.
