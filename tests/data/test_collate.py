@@ -192,6 +192,9 @@ def test_padded_layout() -> None:
     # Where nothing is padded nobody has to look whether a mask hides anything.
     alike = Collator(7, "padded")([example([1, 2, 3]), example([4, 5, 6])])
     assert set(alike) == {"input_ids", "labels", "label_positions"} and mask_of(alike).tolist() == [[1] * 3] * 2
+    # T5Gemma and DPR take tokens for padding by their id, where there is no mask.
+    pairs = {pad: Collator(pad, "pairs")([example([1, 2, 3]), example([4, 5, 6])]) for pad in (3, 7)}
+    assert "attention_mask" not in pairs[7] and pairs[3]["attention_mask"].all()
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "flat"])

@@ -136,7 +136,7 @@ class Collator:
         }
         batch["label_positions"] = _label_positions(batch["labels"].numpy(), self.layout == "pairs")
         if self.layout in ("padded", "pairs"):
-            return batch | self.mask(ids)
+            return batch | self.mask(ids, guessed=self.layout == "pairs")
         pads = [batch["labels"].shape[1] - len(row) for row in ids]
         lengths = [np.append(each, pad) if pad else each for each, pad in zip(lengths, pads, strict=True)]
         batch["position_ids"] = torch.from_numpy(np.stack([_positions(each) for each in lengths]))
@@ -159,11 +159,17 @@ class Collator:
         ends = torch.tensor([len(example["input_ids"]) for example in examples]).cumsum(0)
         return torch.bucketize(places, ends, right=True).clamp(max=len(examples) - 1)
 
-    def mask(self, rows: list[NDArray[np.int64]]) -> dict[str, torch.Tensor]:
+    def mask(self, rows: list[NDArray[np.int64]], guessed: bool) -> dict[str, torch.Tensor]:
         """`attention_mask` (B, L) of rows, 0 for padding; without any there is none, see
-        `attention_kernels.trust_masks`."""
+        `attention_kernels.trust_masks`.
+
+        Args:
+            guessed: Whether models without a mask may take a token for padding by its id, as some encoders do (T5Gemma,
+                DPR): then there is one where a row has such a token.
+        """
         mask = self.padded([np.ones_like(row) for row in rows], 0)
-        return {} if mask.all() else {"attention_mask": mask}
+        mistakable = guessed and any((row == self.pad_token_id).any() for row in rows)
+        return {} if mask.all() and not mistakable else {"attention_mask": mask}
 
     def padded(self, rows: list[NDArray[np.int64]], value: int) -> torch.Tensor:
         """The rows, padded on the right to the longest and on to its width."""

@@ -54,7 +54,7 @@ class HeadCollator:
         several = self.objective in (REWARD, EMBEDDING)
         rows = [text for each in examples for text in answers_of(each)] if several else examples
         ids = [np.asarray(row["input_ids"], dtype=np.int64) for row in rows]
-        batch = {"input_ids": self.whole.padded(ids, self.whole.pad_token_id)} | self.whole.mask(ids)
+        batch = {"input_ids": self.whole.padded(ids, self.whole.pad_token_id)} | self.whole.mask(ids, guessed=True)
         if self.types and not several:
             given = [np.asarray(row.get("token_type_ids", ()), dtype=np.int64) for row in rows]
             kinds = [each if len(each) else np.zeros_like(row) for each, row in zip(given, ids, strict=True)]
