@@ -166,6 +166,14 @@ def test_a_first_call_that_takes_longer_than_it_saves_is_not_made(monkeypatch: p
     assert varlen_trials.choose(GROUPED, 13_000, CPU, PACKAGES[1:])[0]
 
 
+def test_a_gpu_that_is_full_leaves_it_at_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(varlen_trials, "_measured", full)
+    assert varlen_trials.choose(GROUPED, 1e9, CPU, PACKAGES) == (varlen.OWN, "")
+
+
 @pytest.mark.usefixtures("nothing_tried")
 def test_a_fault_that_may_pass_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made = given(monkeypatch, {PACKAGES[0]: Trial(fault="no room", lasting=False)})

@@ -113,7 +113,14 @@ def choose(documents: Documents, calls: float, where: torch.device, packages: Se
     Returns:
         `OWN` for torch's kernels; nothing is said where nothing was tried.
     """
-    takes = _measured(OWN, documents, where) * calls if packages else 0.0
+    if not packages:
+        return OWN, ""
+    try:
+        takes = _measured(OWN, documents, where) * calls
+    except RuntimeError as error:  # Where there is no room for it, training will say so.
+        _log.debug("attention is not timed: %s", in_a_line(error))
+        return OWN, ""
+    torch.cuda.empty_cache()  # The model needs it in one piece.
     if takes < _WORTH:
         _log.debug("attention takes %.0f s of this run: no other kernels are tried", takes)
         return OWN, ""

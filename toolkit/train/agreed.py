@@ -115,15 +115,17 @@ def with_flash_attention(
     varlen.use(varlen.OWN)
     if (loaded.recipe.model.attention, backend, where.type) != ("auto", "torch_varlen", "cuda"):
         return loaded
-    length = statistics.squared_tokens / statistics.tokens if statistics else layout.seq_len
-    heads_among, compute = layout.tensor * layout.sequence, dtypes(loaded.recipe).compute
-    documents = varlen_trials.documents_of(source.config.to_dict(), heads_among, length, compute)
-    calls = source.config.get_text_config().num_hidden_layers / layout.pipeline
-    calls *= steps * layout.gradient_accumulation_steps
 
     def judge(everybodys: Mapping[int, list[str]]) -> tuple[str, str]:
         packages = [name for name in everybodys[0] if all(name in each for each in everybodys.values())]
-        return varlen_trials.choose(documents, calls, where, packages) if documents else (varlen.OWN, "")
+        length = statistics.squared_tokens / statistics.tokens if statistics else layout.seq_len
+        heads_among, compute = layout.tensor * layout.sequence, dtypes(loaded.recipe).compute
+        documents = varlen_trials.documents_of(source.config.to_dict(), heads_among, length, compute)
+        if documents is None or not packages:
+            return varlen.OWN, ""
+        calls = source.config.get_text_config().num_hidden_layers / layout.pipeline
+        calls *= steps * layout.gradient_accumulation_steps
+        return varlen_trials.choose(documents, calls, where, packages)
 
     package, said = rendezvous.exchange("attention kernels", varlen.installed(), judge)
     varlen.use(package)
