@@ -66,9 +66,11 @@ def add_method(
         _freeze(model, method.freeze)
         return model
     from peft import LoraConfig, TaskType
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import TrainableTokensWrapper
 
+    TrainableTokensLayer.get_merged_weights = _with_token_rows  # type: ignore[assignment,method-assign]
     begun: Any = method.init_lora_weights
     saved, tied = _modules_to_save(model, method.target_modules, method.modules_to_save)
     heads = head_modules(model) if recipe.headed else []
@@ -124,6 +126,18 @@ def add_method(
         _load_adapter(adapted, recipe.model.adapter, tied)
     add_by_product(adapted)
     return adapted
+
+
+def _with_token_rows(layer: Any, active_adapters: Iterable[str]) -> torch.Tensor:
+    """PEFT's method of layers with rows of new tokens: their weights. Theirs sends the numbers of the rows to the
+    device in every pass, for which the host waits."""
+    weights, kept = layer.base_layer.weight, layer.__dict__.setdefault("_token_places", {})
+    for name in active_adapters:
+        key = name, weights.device
+        if key not in kept:
+            kept[key] = torch.tensor(layer.token_indices[name], device=weights.device)
+        weights = weights.index_copy(0, kept[key], layer.trainable_tokens_delta[name].to(weights))
+    return weights
 
 
 def _wrapped(model: PreTrainedModel, adapter: Any, others: list[str]) -> Any:
