@@ -40,6 +40,8 @@ def test_adapters_train_the_rows_of_new_tokens_and_no_others(model: str, tied: b
     base = trained.get_base_model()
     assert base.get_input_embeddings().original_module.weight.shape[0] == vocabulary
     assert training.tokenizer.convert_tokens_to_ids(["<tool>", "</tool>"]) == [vocabulary - 3, vocabulary - 1]
+    with torch.inference_mode():  # What is kept of this pass must serve those that learn.
+        trained(input_ids=torch.tensor([[vocabulary - 3, 1]]))
     loss, gradients = loss_and_gradients(training)
     rows = {name: each for name, each in gradients.items() if "lora_" not in name}
     assert len(rows) == (1 if tied else 2) and all(len(each) == 3 and each.any() for each in rows.values())

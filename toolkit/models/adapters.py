@@ -135,7 +135,8 @@ def _with_token_rows(layer: Any, active_adapters: Iterable[str]) -> torch.Tensor
     for name in active_adapters:
         key = name, weights.device
         if key not in kept:
-            kept[key] = torch.tensor(layer.token_indices[name], device=weights.device)
+            with torch.inference_mode(False):  # Passes that learn read it, too.
+                kept[key] = torch.tensor(layer.token_indices[name], device=weights.device)
         weights = weights.index_copy(0, kept[key], layer.trainable_tokens_delta[name].to(weights))
     return weights
 
