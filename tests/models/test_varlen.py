@@ -125,6 +125,7 @@ def test_a_gpu_without_room_is_another_matter_another_time(monkeypatch: pytest.M
 
 
 def test_a_trial_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_STAND_IN", "chatty")
     assert not varlen_trials.tried(PACKAGES[1], GROUPED, CPU).fault
     monkeypatch.setenv("FLASH_STAND_IN", "killed")
     assert "ended with code -9" in varlen_trials.tried(PACKAGES[1], GROUPED, CPU).fault

@@ -166,10 +166,11 @@ def tried(package: str, documents: Documents, where: torch.device) -> Trial:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
         return Trial(fault=f"it took more than {_LIMIT_SECONDS:.0f} s")
-    lines = ended.stdout.splitlines()
-    if ended.returncode or not lines:
+    # Libraries may print lines of their own, also as they end.
+    line = next((line for line in ended.stdout.splitlines() if line.startswith('{"')), "")
+    if ended.returncode or not line:
         return Trial(fault=f"trying it ended with code {ended.returncode}: {(ended.stderr.splitlines() or [''])[-1]}")
-    return Trial(**json.loads(lines[-1]))
+    return Trial(**json.loads(line))
 
 
 def trial(package: str, documents: Documents, where: torch.device) -> Trial:
