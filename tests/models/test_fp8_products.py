@@ -120,6 +120,15 @@ def test_sides_that_no_unit_takes_and_routers_are_passed_over() -> None:
             multiply_in_fp8(model, "tensorwise")
 
 
+def test_compiled_layers_do_not_clamp_by_what_has_triton_store_fp8_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch does from 2.14 on, and for ROCm before."""
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for bound in (TritonOverrides.minimum("a", "b"), TritonOverrides.maximum("a", "b")):
+        assert "PropagateNan" not in bound
+
+
 @pytest.mark.matrix
 def test_the_recipe_is_refused_for_architectures_without_such_layers() -> None:
     wrong = []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchao.float8 import Float8LinearConfig, float8_utils
+from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -42,6 +43,9 @@ def _largest_by_rows(
 
 
 float8_utils.tensor_to_amax = _largest_by_rows
+# From torch 2.14 on compiled layers clamp by instructions beside which Triton writes some transposed fp8 numbers wrongly,
+# as NaN or infinity (triton-lang/triton issue 11111). torchao's conversion of models avoids them; nothing else calls it.
+_patch_inductor_min_max_codegen()
 
 
 class Fp8Products(Float8Linear):
