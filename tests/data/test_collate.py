@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from recipes import recipe_of
-from toolkit.data.collate import Collator, PartCollator, isolates, mask_of
+from toolkit.data.collate import Collator, isolates, mask_of
+from toolkit.data.part_batches import PartCollator
 from toolkit.data.rows import IGNORE
 from toolkit.models import attention_kernels
 from toolkit.train import batching

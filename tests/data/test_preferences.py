@@ -11,8 +11,9 @@ import pytest
 from data_fixtures import chatml_tokenizer, plain_tokenizer, recipe, write_jsonl
 
 from toolkit.common import UserError
+from toolkit.data.answer_batches import AnswerCollator
 from toolkit.data.audit import in_sentences
-from toolkit.data.collate import AnswerCollator, Collator
+from toolkit.data.collate import Collator
 from toolkit.data.encode import Encoder
 from toolkit.data.prepare import answer_lengths, prepare
 from toolkit.data.preview import show

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.data.collate import Collator, PartCollator
+from toolkit.data.collate import Collator
+from toolkit.data.part_batches import PartCollator
 from toolkit.models import context_parallel, shared_rows
 from toolkit.models.attention_kernels import varlen_attention
 

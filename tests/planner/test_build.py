@@ -11,9 +11,10 @@ from arithmetic import recipe
 
 from toolkit.common import UserError, bytes_text
 from toolkit.data.statistics import DataStatistics
-from toolkit.planner.build import estimate, fit
+from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Disk, Host, Memory, Plan, Range
+from toolkit.planner.question import fit
 from toolkit.planner.speed.communication import HOST, link_rate
 from toolkit.planner.trace import store
 from toolkit.planner.trace.analytic import estimated

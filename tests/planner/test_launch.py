@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from toolkit.distributed.layout import World
-from toolkit.planner import build, launch
+from toolkit.planner import launch, question
 from toolkit.planner.hardware import find
 from toolkit.planner.launch import decide_for_launch, launched_on
 from toolkit.recipe.rules import load_checked
@@ -27,8 +27,8 @@ def test_processes_of_a_launch_on_a_cpu_share_its_cores(world: World, name: str)
 def test_a_launch_divides_rows_that_no_device_holds_and_keeps_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = build._Question.plan
-    monkeypatch.setattr(build._Question, "plan", lambda *args, may_trace=False: plan(*args))  # Traces take seconds.
+    plan = question.Question.plan
+    monkeypatch.setattr(question.Question, "plan", lambda *args, may_trace=False: plan(*args))  # Traces take seconds.
     on = find("l40sx8")
     on = dataclasses.replace(on, device=on.device.model_copy(update={"memory": 8 * 2**30}))
     monkeypatch.setattr(launch, "launched_on", lambda world, folder: on)

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.cli.main import main as toolkit
 from toolkit.common import UserError
-from toolkit.planner import build
+from toolkit.planner import question
 from toolkit.planner.build import estimate, estimate_layouts
 from toolkit.planner.hardware import find
 from toolkit.planner.layouts import divisions
@@ -21,8 +21,8 @@ AUTO = ["strategy=auto", "activation_checkpointing=auto", "micro_batch_size=auto
 @pytest.fixture
 def only_known_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ways that would have to be traced first, in seconds each, are left out."""
-    plan = build._Question.plan
-    monkeypatch.setattr(build._Question, "plan", lambda *args, may_trace=False: plan(*args))
+    plan = question.Question.plan
+    monkeypatch.setattr(question.Question, "plan", lambda *args, may_trace=False: plan(*args))
 
 
 @pytest.mark.parametrize(

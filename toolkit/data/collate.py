@@ -134,7 +134,7 @@ class Collator:
             "input_ids": self.padded(ids, self.pad_token_id),
             "labels": self.padded(labels, IGNORE),
         }
-        batch["label_positions"] = _label_positions(batch["labels"].numpy(), self.layout == "pairs")
+        batch["label_positions"] = label_positions(batch["labels"].numpy(), self.layout == "pairs")
         if self.layout in ("padded", "pairs"):
             return batch | self.mask(ids, guessed=self.layout == "pairs")
         pads = [batch["labels"].shape[1] - len(row) for row in ids]
@@ -180,114 +180,6 @@ class Collator:
         return torch.from_numpy(padded)
 
 
-@dataclass(frozen=True)
-class AnswerCollator:
-    """Lays out pairs of answers: each answer as a document of its own, the chosen one before the rejected one.
-
-    Beside what the documents become a batch has
-
-    - `rows` (B), the number of each pair among all rows, for what is known of it from before training;
-    - `answer_tokens`, host integers, the trained tokens of each of the 2 B answers, in the order of `label_positions`.
-
-    Args:
-        whole: Lays out the documents.
-    """
-
-    whole: Collator
-
-    @property
-    def layout(self) -> Layout:
-        """That of the documents."""
-        return self.whole.layout
-
-    def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of pairs whose answers have these lengths (rows, 2): end to end (rows, 1), or padded to the longer one."""
-        if self.layout == "flat":
-            return self.whole.width(lengths.sum(axis=1, keepdims=True))
-        return np.repeat(self.whole.width(lengths.max(axis=1, keepdims=True)), 2, axis=1)
-
-    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
-        """Each pair has one loss."""
-        return torch.arange(len(examples))
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Tensors for rows with `input_ids`, `labels`, `seq_lengths` of both answers, and `row`, their number."""
-        return _counted(self.whole, [answer for each in examples for answer in answers_of(each)]) | _rows(examples)
-
-
-@dataclass(frozen=True)
-class JudgedCollator:
-    """Lays out answers that are judged, and apart from them, as `others`, the same prompts with answers of other rows.
-
-    Beside what the documents become, both have `answer_tokens`, and a batch `rows`, as of an `AnswerCollator`; and
-    `desirable` (B), which of the answers are good.
-
-    Args:
-        whole: Lays out the documents.
-    """
-
-    whole: Collator
-
-    @property
-    def layout(self) -> Layout:
-        """That of the documents."""
-        return self.whole.layout
-
-    def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As of the documents."""
-        return self.whole.width(lengths)
-
-    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
-        """Each answer has one loss."""
-        return torch.arange(len(examples))
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Tensors for rows with `input_ids`, `labels`, `seq_lengths` of both answers, `desirable`, and `row`."""
-        own, others = zip(*map(answers_of, examples), strict=True)
-        desirable = torch.tensor([bool(example["desirable"]) for example in examples])
-        both = {"others": _counted(self.whole, list(others)), "desirable": desirable}
-        return _counted(self.whole, list(own)) | both | _rows(examples)
-
-
-@dataclass(frozen=True)
-class PromptCollator:
-    """Names the rows of a batch, `rows` (B), whose answers are yet to come; and lays out those that have.
-
-    Args:
-        whole: Lays out prompts with their answers.
-        answer: Tokens that an answer may have.
-    """
-
-    whole: Collator
-    answer: int
-
-    @property
-    def layout(self) -> Layout:
-        """That of the documents."""
-        return self.whole.layout
-
-    def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of prompts of these lengths (rows, 1), with the longest answer."""
-        return self.whole.width(lengths + self.answer)
-
-    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
-        """Each prompt has one reward."""
-        return torch.arange(len(examples))
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """The numbers of rows."""
-        return _rows(examples)
-
-    def answered(self, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Any]:
-        """Tensors for prompts and their answers, all whose tokens are trained, with `answer_tokens`."""
-        return _counted(self.whole, [*map(answered_row, prompts, answers)])
-
-
-def answered_row(asked: list[int], given: list[int]) -> dict[str, Any]:
-    """A prompt with an answer to it, all whose tokens are trained."""
-    return {"input_ids": [*asked, *given], "labels": [*[IGNORE] * len(asked), *given]}
-
-
 def mask_of(batch: dict[str, Any]) -> torch.Tensor:
     """`attention_mask` of a padded batch, also where nothing is padded."""
     return batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
@@ -304,100 +196,7 @@ def documents_of(batch: dict[str, Any]) -> list[dict[str, list[int]]]:
     return [{"input_ids": ids[row][part], "labels": labels[row][part]} for row, part in parts]
 
 
-def _counted(whole: Collator, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    counts = [int(np.count_nonzero(np.asarray(answer["labels"]) != IGNORE)) for answer in answers]
-    return whole(answers) | {"answer_tokens": counts}
-
-
-def _rows(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {"rows": torch.tensor([int(example["row"]) for example in examples])}
-
-
-def answers_of(pair: dict[str, Any]) -> list[dict[str, Any]]:
-    """The documents of a row: two answers, or texts that belong together."""
-    ends = [*itertools.accumulate((int(each) for each in pair["seq_lengths"]), initial=0)]
-    return [{name: pair[name][slice(*part)] for name in ("input_ids", "labels")} for part in itertools.pairwise(ends)]
-
-
-@dataclass(frozen=True)
-class PartCollator:
-    """What one of several processes that share rows gets of a batch: as many tokens as each of them, in order.
-
-    `input_ids`, `labels` and `position_ids` are (1, T / size). Boundaries and lengths of documents stay those of the
-    whole row, in which attention sees them. The first label is the one that follows the last token, so that labels
-    rolled by one follow their tokens, and each label is in one part. Attention is told by
-
-    - `row_tokens`, a host integer, that is T, where the part is one piece of the row;
-    - `row_chunks`, where it is two, of each what `_chunk` says.
-
-    Args:
-        whole: Lays documents end to end, filled up to a multiple of `size * chunks`.
-        index: Which part.
-        size: Number of parts.
-        chunks: 1 for a piece of the row; 2 for one of its front and one as far from its end.
-    """
-
-    whole: Collator
-    index: int
-    size: int
-    chunks: int = 1
-
-    @property
-    def layout(self) -> Layout:
-        """That of the whole."""
-        return self.whole.layout
-
-    def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As of the whole."""
-        return self.whole.width(lengths)
-
-    def pieces(self, tokens: int) -> list[tuple[int, int]]:
-        """First token and end of each piece of a row that is this part."""
-        width = tokens // (self.size * self.chunks)
-        places = [self.index, 2 * self.size - 1 - self.index][: self.chunks]
-        return [(place * width, (place + 1) * width) for place in places]
-
-    def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(1, T / size) of (1, T)."""
-        return torch.cat([tensor[:, first:end] for first, end in self.pieces(tensor.shape[1])], 1)
-
-    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
-        """As of the whole, in which the part's `label_positions` are other ones."""
-        tokens = batch["input_ids"].shape[1] * self.size
-        whole = self.part(torch.arange(tokens)[None])[0]
-        return self.whole.example_at(whole[batch["label_positions"]], examples, tokens)
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """The part of a batch."""
-        batch = self.whole(examples)
-        tokens = batch["input_ids"].shape[1]
-        batch |= {key: self.part(batch[key]) for key in ("input_ids", "position_ids")}
-        batch["labels"] = self.part(batch["labels"].roll(-1, 1)).roll(1, 1)
-        batch["label_positions"] = _label_positions(batch["labels"].numpy(), pairs=False)
-        if self.chunks == 1:
-            return batch | {"row_tokens": tokens}
-        boundaries = batch["cu_seq_lens_q"].numpy()
-        return batch | {"row_chunks": [_chunk(boundaries, first, end) for first, end in self.pieces(tokens)]}
-
-
-def _chunk(boundaries: NDArray[np.int32], first: int, end: int) -> dict[str, Any]:
-    """How tokens `first` to `end` of a row attend to it.
-
-    Returns:
-        `tokens` of the chunk; `first` and `end` of the tokens of its documents up to its own end; of these documents
-        `cu_seq_lens_q`, `max_length_q` of their tokens in the chunk, and `cu_seq_lens_k`, `max_length_k` of all.
-    """
-    begins, stops = boundaries[:-1], np.minimum(boundaries[1:], end)
-    here = (stops > first) & (begins < end)
-    begins, stops = begins[here], stops[here]
-    told: dict[str, Any] = {"tokens": end - first, "first": int(begins[0]), "end": end}
-    for name, lengths in (("q", stops - np.maximum(begins, first)), ("k", stops - begins)):
-        told[f"cu_seq_lens_{name}"] = torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32))
-        told[f"max_length_{name}"] = int(lengths.max())
-    return told
-
-
-def _label_positions(labels: NDArray[np.int64], pairs: bool) -> torch.Tensor:
+def label_positions(labels: NDArray[np.int64], pairs: bool) -> torch.Tensor:
     """Where the next token is trained. No row begins with a trained token, so rows may be laid end to end in a ring.
 
     Of pairs, those of the trained tokens: decoders of encoder-decoders see the token before.

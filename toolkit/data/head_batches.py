@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from toolkit.data.collate import Collator, Layout, answers_of
+from toolkit.data.answer_batches import answers_of
+from toolkit.data.collate import Collator, Layout
 from toolkit.data.rows import IGNORE
 from toolkit.recipe.heads import EMBEDDING, REWARD
 

@@ -43,8 +43,8 @@ def _largest_by_rows(
 
 
 float8_utils.tensor_to_amax = _largest_by_rows
-# From torch 2.14 on compiled layers clamp by instructions beside which Triton writes some transposed fp8 numbers wrongly,
-# as NaN or infinity (triton-lang/triton issue 11111). torchao's conversion of models avoids them; nothing else calls it.
+# From torch 2.14 on compiled layers clamp by instructions beside which Triton writes some transposed fp8 numbers as NaN
+# or infinity (triton-lang/triton issue 11111). torchao's conversion of models avoids them; nothing else calls it.
 _patch_inductor_min_max_codegen()
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from toolkit.data.answer_batches import AnswerCollator, JudgedCollator, PromptCollator
 from toolkit.data.batches import ALIGNED, FixedOrder, MicroBatches, Repeated
-from toolkit.data.collate import AnswerCollator, Collator, JudgedCollator, Layout, PartCollator, PromptCollator
+from toolkit.data.collate import Collator, Layout
 from toolkit.data.head_batches import HeadCollator
 from toolkit.data.own_answers import longest_rows, prompts_of
+from toolkit.data.part_batches import PartCollator
 from toolkit.data.prepare import answer_lengths, sequence_lengths
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention, device

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.data.collate import answered_row, documents_of
+from toolkit.data.answer_batches import answered_row
+from toolkit.data.collate import documents_of
 from toolkit.data.own_answers import prompt_lengths, writable
 from toolkit.data.rows import IGNORE
 from toolkit.distributed.engines import teacher_dtype

@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import gather_object
 
 from toolkit.common import UserError
-from toolkit.data.collate import PromptCollator
+from toolkit.data.answer_batches import PromptCollator
 from toolkit.files import write_atomically
 from toolkit.models.device import sent
 from toolkit.models.layer_sums import dividing
