@@ -20,8 +20,8 @@ import torch
 from harness import SUPPORT
 from transformers import AutoConfig
 
-from toolkit.distributed.layout import batch_layout
-from toolkit.models import varlen, varlen_trials
+from toolkit.distributed.layout import World, batch_layout
+from toolkit.models import device, varlen, varlen_trials
 from toolkit.models.varlen_trials import Documents, Trial
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
@@ -119,16 +119,21 @@ def test_a_trial_tells_a_package_that_computes_the_same(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_gpu_without_room_is_another_matter_another_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_STAND_IN", "memory")
-    assert not varlen_trials.trial(PACKAGES[0], GROUPED, CPU).lasting
+@pytest.mark.parametrize("fault", ["memory", "context", "missing"])
+def test_a_gpu_without_room_and_a_missing_part_are_another_matter_another_time(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_STAND_IN", fault)
+    found = varlen_trials.trial(PACKAGES[0], GROUPED, CPU)
+    assert found.fault and not found.lasting
 
 
 def test_a_trial_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_STAND_IN", "chatty")
     assert not varlen_trials.tried(PACKAGES[1], GROUPED, CPU).fault
     monkeypatch.setenv("FLASH_STAND_IN", "killed")
-    assert "ended with code -9" in varlen_trials.tried(PACKAGES[1], GROUPED, CPU).fault
+    found = varlen_trials.tried(PACKAGES[1], GROUPED, CPU)
+    assert "ended with code -9" in found.fault and not found.lasting
 
 
 def given(monkeypatch: pytest.MonkeyPatch, trials: dict[str, Trial], own: float = 0.01) -> list[str]:
@@ -212,7 +217,9 @@ def test_all_processes_take_what_each_of_them_has(
     asked: list[Any] = []
     monkeypatch.setattr(varlen_trials, "choose", lambda *args: asked.append(args) or (args[3][0], "it is faster"))
     # The other process lacks the second package.
-    together: Any = SimpleNamespace(exchange=lambda topic, own, judge: judge({0: own, 1: PACKAGES[:1]}))
+    together: Any = SimpleNamespace(
+        exchange=lambda topic, own, judge: judge({0: own, 1: PACKAGES[:1]}), world=World(2, 0, 2, 2)
+    )
     chosen = ["precision=bf16", f"model.attention={attention}", "batch.global_batch_size=8", "batch.micro_batch_size=2"]
     loaded = load_checked("smollm2_135m_lora_demo", chosen)
     layout = batch_layout(loaded.recipe, 2)
@@ -220,12 +227,12 @@ def test_all_processes_take_what_each_of_them_has(
     messages: list[str] = []
     progress: Any = SimpleNamespace(message=messages.append)
     varlen.use("another run's")
-    where = SimpleNamespace(type=kind)
-    decided = agreed.with_flash_attention(loaded, model, backend, layout, None, 50, where, together, progress)
+    monkeypatch.setattr(device, "kind", lambda: kind)
+    decided = agreed.with_flash_attention(loaded, model, backend, layout, None, 50, together, progress)
     assert varlen.used() == used
     assert decided.chosen.get("model.attention") == ("torch_varlen: it is faster" if used else None)
     assert messages == ["it is faster"] * bool(used)
     if used:
         ((documents, calls, at, packages),) = asked
-        assert (documents.length, calls, at, packages) == (512, 30 * 50 * 2, where, PACKAGES[:1])
+        assert (documents.length, calls, at, packages) == (512, 30 * 50 * 2, torch.device("cuda:0"), PACKAGES[:1])
     varlen.use(varlen.OWN)

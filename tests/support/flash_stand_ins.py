@@ -1,7 +1,8 @@
 """Packages of FlashAttention 3 and 4, with their interfaces, that compute on a CPU.
 
 `place` writes them into a folder for `PYTHONPATH`. `$FLASH_STAND_IN` says what is wrong with them: `dropped` (the last
-document's keys), `flipped` (a gradient), `raises`, `memory`, `killed`, or `chatty` (as it ends).
+document's keys), `flipped` (a gradient), `raises`, `memory`, `context`, `missing`,
+`killed`, or `chatty` (as it ends).
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ def _forward(
         raise RuntimeError("no kernel image is available\nfor execution on the device")
     if fault == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory")
+    if fault == "context":
+        raise torch.AcceleratorError("CUDA error: out of memory")
+    if fault == "missing":
+        raise ModuleNotFoundError("No module named 'cutlass'")
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "chatty":

@@ -128,6 +128,9 @@ def test_equal_processes_pass_and_exchange_data(
         torch.distributed.init_process_group("gloo")
         preflight.all_reduce(rendezvous, torch.device("cpu"))
         assert rendezvous.group_deadline is None
+        # Nothing shows any more that a process is only slow.
+        with pytest.raises(AssertionError, match="the rendezvous is over: late"):
+            rendezvous.exchange("late", None, lambda values: None)
         torch.distributed.destroy_process_group()
         return warnings
 

@@ -22,12 +22,13 @@ from typing import Any
 from toolkit.cli import launch
 from toolkit.cli.launch import Cluster
 from toolkit.common import UserError, brief, printable
+from toolkit.own_process import end_with_parent
 from toolkit.planner.hardware import answering
 from toolkit.recipe import Loaded
 from toolkit.report.load import read_manifest, read_metrics
 from toolkit.seal import read_seal
 from toolkit.train.checkpoint import check_readable
-from toolkit.train.process import end_with_parent, take_terminal
+from toolkit.train.process import take_terminal
 
 _STOPPED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -148,6 +148,8 @@ class Rendezvous:
         """
         if self.alone:
             return judge({0: value})
+        # Without heartbeats, one that is only slow would count as gone.
+        assert not self._closed.is_set(), f"the rendezvous is over: {topic}"
         self._put(f"{topic}/{self.world.rank}", value)
         if self.world.rank:
             return self._wait({0: f"{topic}/answer"})[0]

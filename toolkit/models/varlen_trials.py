@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from toolkit import cache
+from toolkit import cache, own_process
 from toolkit.common import in_a_line
 from toolkit.models.varlen import OWN, attended, file_of
 from toolkit.recipe.model_configs import attention_widths, text_config
@@ -35,6 +35,8 @@ _WORTH = 60.0
 _GAIN = 1.05
 """How much faster others must be: less may be chance."""
 _LIMIT_SECONDS = 600.0
+_PASSING = (torch.OutOfMemoryError, torch.AcceleratorError, ImportError, OSError)
+"""Errors that need not come back: of a GPU that others use, and of what may be installed by the next time."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _trials(documents: Documents, where: torch.device, packages: Sequence[str]) 
     path = cache.cache_dir() / "attention" / f"{name}.json"
     try:
         return {name: Trial(**each) for name, each in json.loads(cache.find(path).read_text()).items()}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         pass  # Never tried, cut off, or of another version.
     trials = {name: tried(name, documents, where) for name in packages}
     if not all(each.lasting for each in trials.values()):
@@ -161,7 +163,7 @@ def _trials(documents: Documents, where: torch.device, packages: Sequence[str]) 
 def tried(package: str, documents: Documents, where: torch.device) -> Trial:
     """Tries a package in a process of its own."""
     question = json.dumps([package, dataclasses.asdict(documents), str(where)])
-    command = [sys.executable, "-m", __name__, question]
+    command = own_process.command(__name__, question)
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -169,7 +171,9 @@ def tried(package: str, documents: Documents, where: torch.device) -> Trial:
     # Libraries may print lines of their own, also as they end.
     line = next((line for line in ended.stdout.splitlines() if line.startswith('{"')), "")
     if ended.returncode or not line:
-        return Trial(fault=f"trying it ended with code {ended.returncode}: {(ended.stderr.splitlines() or [''])[-1]}")
+        last = (ended.stderr.splitlines() or [""])[-1]
+        # A signal is the system's, as where memory is full.
+        return Trial(fault=f"trying it ended with code {ended.returncode}: {last}", lasting=ended.returncode >= 0)
     return Trial(**json.loads(line))
 
 
@@ -184,7 +188,7 @@ def trial(package: str, documents: Documents, where: torch.device) -> Trial:
         own, seconds = (_measured(name, documents, where) for name in (OWN, package))
         return Trial(seconds, own, first)
     except Exception as error:  # Compilers, and versions that do not fit, raise anything.
-        return Trial(fault=in_a_line(error), lasting=not isinstance(error, torch.OutOfMemoryError))
+        return Trial(fault=in_a_line(error), lasting=not isinstance(error, _PASSING))
 
 
 def _difference(package: str, documents: Documents, where: torch.device, window: int) -> str:
@@ -255,5 +259,6 @@ def _wait(where: torch.device) -> None:
 
 
 if __name__ == "__main__":
+    own_process.end_with_parent()
     name, attention, device = json.loads(sys.argv[1])
     print(json.dumps(dataclasses.asdict(trial(name, Documents(**attention), torch.device(device)))))

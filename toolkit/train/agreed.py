@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from toolkit.common import UserError
 from toolkit.data.statistics import DataStatistics
 from toolkit.distributed.engines import dtypes
@@ -87,18 +89,20 @@ def compiled(recipe: Recipe, model: Any) -> CompiledLayers | None:
     return None
 
 
-def use_liger(base: Any, where: Any, rendezvous: Rendezvous, progress: Progress) -> None:
-    """Has Liger's kernels compute parts of layers that are not compiled, where every process can."""
-    lacks = rendezvous.exchange("liger", liger_kernels.missing(), lambda every: next(filter(None, every.values()), ""))
-    if lacks:
-        return
+def has_liger(rendezvous: Rendezvous) -> bool:
+    """Whether Liger's kernels are there for every process."""
+    return bool(rendezvous.exchange("liger", liger_kernels.missing(), lambda every: not any(every.values())))
+
+
+def use_liger(base: Any, where: Any, progress: Progress) -> None:
+    """Has Liger's kernels compute parts of layers that are not compiled."""
     reason = liger_kernels.use_liger(base, where)
     progress.message(f"Liger's kernels are not used: {reason}" if reason else "Liger's kernels run in the layers")
 
 
 def with_flash_attention(
     loaded: Loaded, source: ModelSource, backend: str, layout: BatchLayout, statistics: DataStatistics | None,
-    steps: int, where: Any, rendezvous: Rendezvous, progress: Progress,
+    steps: int, rendezvous: Rendezvous, progress: Progress,
 ) -> Loaded:  # fmt: skip
     """Has a package of FlashAttention compute what `auto` leaves to `torch_varlen` on GPUs: where all processes have it
     and the first one finds it faster.
@@ -107,13 +111,12 @@ def with_flash_attention(
         backend: Of attention.
         statistics: Of the data; where they are not known, rows are taken to be full.
         steps: Of the run.
-        where: The device.
 
     Returns:
         The recipe, with that among what was chosen.
     """
     varlen.use(varlen.OWN)
-    if (loaded.recipe.model.attention, backend, where.type) != ("auto", "torch_varlen", "cuda"):
+    if (loaded.recipe.model.attention, backend, device.kind()) != ("auto", "torch_varlen", "cuda"):
         return loaded
 
     def judge(everybodys: Mapping[int, list[str]]) -> tuple[str, str]:
@@ -125,7 +128,7 @@ def with_flash_attention(
             return varlen.OWN, ""
         calls = source.config.get_text_config().num_hidden_layers / layout.pipeline
         calls *= steps * layout.gradient_accumulation_steps
-        return varlen_trials.choose(documents, calls, where, packages)
+        return varlen_trials.choose(documents, calls, torch.device("cuda", rendezvous.world.local_rank), packages)
 
     package, said = rendezvous.exchange("attention kernels", varlen.installed(), judge)
     varlen.use(package)

@@ -20,6 +20,7 @@ from typing import NoReturn
 from toolkit.common import UserError
 from toolkit.distributed.layout import World
 from toolkit.files import write_json
+from toolkit.own_process import end_with_parent
 
 # malloc.h: from which size on blocks are mapped one by one, and how much free memory is kept.
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
@@ -47,9 +48,6 @@ def _keep_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 2**26)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**30)
-
-
-_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -80,12 +78,6 @@ def ahead_of_launcher() -> Iterator[None]:
         os.tcsetpgrp(0, launchers_group)
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def end_with_parent() -> None:
-    """Has this process told to stop when the one that started it dies, instead of running on alone. On Linux only."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def take_terminal() -> None:

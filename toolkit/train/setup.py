@@ -143,22 +143,23 @@ def set_up(
         backend = agreed.attention_for_rows(backend, rendezvous, guard)
     split = agreed.stages_of(recipe, source, rendezvous, guard) if layout.pipeline > 1 else None
     _log.debug("attention: %s; on this machine: %s", backend, kinds)
+    rows = None if isinstance(prepared.train, Stream) else len(prepared.train)
+    length = run_length(recipe, rows, layout)
+    liger = recipe.compile == "auto" and not compiles and device.kind() == "cuda" and agreed.has_liger(rendezvous)
+    loaded = agreed.with_flash_attention(
+        loaded, source, backend, layout, prepared.statistics, length.total_steps, rendezvous, progress
+    )
 
     start_up.ended("plan")
 
     # Processes: whoever has come this far has the same data and files; TrainingArguments start the process group.
     preflight.agree(rendezvous, source, prepared.fingerprint, teaches)
-    rows = None if isinstance(prepared.train, Stream) else len(prepared.train)
-    length = run_length(recipe, rows, layout)
     if first:
         warn(warnings_of_length(loaded, length.total_steps, length.epochs, length.warmup_steps))
     arguments = build_arguments(loaded, layout, length, folder, world, swap)
     preflight.all_reduce(rendezvous, arguments.device, recipe.parallel)
     watchdog.start()
     optimizer.check_arguments(recipe, arguments, length)
-    loaded = agreed.with_flash_attention(
-        loaded, source, backend, layout, prepared.statistics, length.total_steps, arguments.device, rendezvous, progress
-    )
 
     # Model: adapters are initialised at random before the trainer sets its own seed.
     set_seed(recipe.seed)
@@ -169,8 +170,8 @@ def set_up(
     # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.
     model_hash = in_background(lambda: _hashes(source, teaches)) if first else None
     require_quantized(base, recipe)
-    if recipe.compile == "auto" and not compiles and device.kind() == "cuda":
-        agreed.use_liger(base, arguments.device, rendezvous, progress)
+    if liger:
+        agreed.use_liger(base, arguments.device, progress)
     new_tokens: Any = tokenizer.convert_tokens_to_ids(recipe.model.new_tokens)
     set_seed(recipe.seed)  # Some models draw numbers while they are loaded, as many as the engine lets them.
     model = add_method(base, begins.recipe, types, new_tokens=new_tokens)

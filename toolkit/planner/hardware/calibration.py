@@ -7,13 +7,13 @@ import dataclasses
 import logging
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 from pydantic import Field, PositiveFloat, ValidationError
 
+from toolkit import own_process
 from toolkit.cache import cache_dir, find, locked, writable
 from toolkit.common import UserError
 from toolkit.files import set_aside
@@ -174,7 +174,7 @@ def once_measured(hardware: Hardware, before: Callable[[], object] | None = None
 
 def _measure() -> None:
     _log.info("measuring this CPU, for plans: about half a minute, once")
-    command = [sys.executable, "-m", "toolkit", "calibrate", "--seconds", "5"]
+    command = own_process.command("toolkit", "calibrate", "--seconds", "5")
     done = subprocess.run(command, env=apart(), capture_output=True, text=True)
     if done.returncode:
         _log.warning(_UNMEASURED, (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1])

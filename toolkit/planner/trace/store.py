@@ -16,12 +16,11 @@ import json
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit import cache
+from toolkit import cache, own_process
 from toolkit.common import UserError, concealed, in_a_line
 from toolkit.data import hub
 from toolkit.hub_cache import use_own
@@ -147,7 +146,7 @@ def ask(question: Mapping[str, Any]) -> dict[str, Any]:
 def _tracer() -> subprocess.Popen[str]:
     """The process that answers, kept for further questions: its imports take longer than a trace."""
     return subprocess.Popen(
-        [sys.executable, "-m", "toolkit.planner.trace"],
+        own_process.command("toolkit.planner.trace"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
