@@ -155,6 +155,8 @@ CELLS = [
     for method in METHODS
     # Others are refused: they begin by the whole base, or tie what was read by one process.
     if method not in {"zero3": ("eva", "loftq"), "fsdp": ("eva", "loftq", "lora_embeddings")}.get(engine, ())
+    # These runs are among those of all stages.
+    and (engine, method) not in (("single", "full"), ("ddp", "full"))
 ]
 
 
