@@ -118,6 +118,7 @@ def test_every_backend_is_taken_or_refused_with_what_can_run(backend: str) -> No
         ({"is_encoder_decoder": True, "hidden_size": 64, "num_attention_heads": 2}, "encoder-decoder"),
         (model_configs.bundled()["facebook/blenderbot-400M-distill"].config, "encoder-decoder"),
         ({"text_config": GEMMA2}, "caps"),
+        ({"model_type": "of_tomorrow", "layer_types": ["full_attention", "linear_attention"]}, "do not end at"),
     ],
 )
 def test_models_that_the_variable_length_kernel_would_get_wrong(config: dict[str, Any], word: str) -> None:
@@ -154,7 +155,12 @@ def test_backends_that_transformers_lacks_are_known_without_it() -> None:
     def kind(names: Any) -> Any:
         return getattr(transformers, names if isinstance(names, str) else names[0])
 
-    no_sdpa = {name for each in (decoders, others) for name in each if not kind(each[name])._supports_sdpa}
+    encoders = {
+        **modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    }
+    every = (decoders, others, encoders)
+    no_sdpa = {name for each in every for name in each if not kind(each[name])._supports_sdpa}
     own = {name for name in decoders if not kind(decoders[name])._supports_attention_backend}
     flex = {name for name in no_sdpa & decoders.keys() if kind(decoders[name])._supports_flex_attn}
     sources = {name: inspect.getsource(inspect.getmodule(kind(decoders[name]))) for name in no_sdpa & decoders.keys()}
@@ -162,7 +168,7 @@ def test_backends_that_transformers_lacks_are_known_without_it() -> None:
     assert flex == attention._FLEX_INSTEAD
     assert sinks == {name for name in decoders if "sinks" in attention.unfit("torch_varlen", {"model_type": name}, "")}
     assert {
-        name for name in [*decoders, *others] if attention.unfit("sdpa", {"model_type": name}, "float32")
+        name for name in [*decoders, *others, *encoders] if attention.unfit("sdpa", {"model_type": name}, "float32")
     } == no_sdpa
     assert {
         name for name in decoders if "begin" in attention.unfit("torch_varlen", {"model_type": name}, "bfloat16")
@@ -226,9 +232,12 @@ def parts(ids: list[int], lengths: list[int]) -> Iterator[list[int]]:
 @pytest.mark.parametrize("kind", sorted(set(models_doc.CAUSAL) - attention._NO_BOUNDARIES))
 def test_every_architecture_that_gets_boundaries_keeps_documents_apart(kind: str) -> None:
     attention_kernels.register()
-    listed = kind in attention._OTHER_LAYERS | attention._READS_MASKS
+    listed = kind in attention._OTHER_LAYERS | attention._READS_MASKS | attention.OTHER_POSITIONS
     try:
         config = models_doc.stated(kind, "sft")
+        for key in attention._ATTENTION_DROPOUT:
+            if getattr(config, key, None):
+                setattr(config, key, 0.0)
         reason = attention.unfit("torch_varlen", config.to_dict(), "float32")
         model = tiny_copy(config, "sft") if listed or not reason else None
     except Exception as error:  # A model's own code may raise anything for sizes that do not fit together.

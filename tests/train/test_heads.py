@@ -21,6 +21,7 @@ from toolkit.common import UserError
 from toolkit.report.load import read_run
 from toolkit.train.chat import chat
 from toolkit.train.export import answer_prompts, load_trained, opened
+from toolkit.train.heads import check_padding
 from toolkit.train.main import main
 from toolkit.train.merge import merge
 
@@ -303,6 +304,32 @@ def test_training_goes_on_from_a_trained_head_and_begins_one_anew_for_other_labe
     other = set_up(*CLASSES, "data.sources=[upper.jsonl]", f"model.path={run / 'final'}")
     assert not torch.equal(other.trainer.model.score.weight.detach(), saved)
     assert "animal, colour, number" in caplog.text and "begins anew for ANIMAL" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [("fnet", "refused"), ("convbert", "said"), ("deberta-v2", ""), ("bert", "")]
+)
+def test_what_padding_does_to_scores_is_found_whatever_the_first_rows_are(
+    kind: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that are alike, too. FNet mixes all tokens and knows no mask, ConvBERT neighbours before it looks at it,
+    and DeBERTa has no code for `sdpa`."""
+    if not Path(kind).exists():
+        tiny_encoder(kind, Path(kind))
+    rows = [{"text": f"word {number}", "label": "ab"[number % 2]} for number in range(10, 30)]
+    Path("alike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    session = set_up(*CLASSES, "data.sources=[alike.jsonl]", f"model.path={kind}")
+    if found == "refused":
+        with pytest.raises(UserError, match="scores rows otherwise beside longer ones"):
+            check_padding(session)
+        return
+    with torch.no_grad():  # As drawn, weights mix little.
+        for parameter in session.trainer.model.parameters():
+            parameter.mul_(4)
+    said: list[Any] = []
+    monkeypatch.setattr(logging.getLogger("toolkit.train"), "warning", lambda *words: said.append(words[0] % words[1:]))
+    check_padding(session)
+    assert [each.rpartition(", ")[2] for each in said] == ["so that losses depend on micro-batches"] * bool(found)
 
 
 @pytest.mark.parametrize("kind", ["roberta", "distilbert", "modernbert"])

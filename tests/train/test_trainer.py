@@ -15,7 +15,7 @@ from ranks import Ranks
 from small import set_up
 from tiny import chat_rows, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
 from trl import SFTTrainer
 
 from toolkit import data
@@ -103,6 +103,15 @@ def unpacked(row: dict) -> list[tuple[list[int], list[int]]]:
 def test_loss_curve_equals_a_plain_loop(place: Path, overrides: list[str]) -> None:
     assert main(["recipe=small", *overrides]) == 0
     assert losses(place / "runs" / "small") == pytest.approx(plain_loop(place, overrides), rel=1e-5, abs=1e-5)
+
+
+def test_micro_batches_are_weighed_by_their_tokens_whatever_the_models_class_says(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4's says that its loss takes no count."""
+    monkeypatch.setattr(LlamaForCausalLM, "accepts_loss_kwargs", False, raising=False)
+    assert main(["recipe=small", "batch.micro_batch_size=1"]) == 0
+    assert losses(place / "runs" / "small") == pytest.approx(plain_loop(place, []), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("packing", ["false", "true"])

@@ -26,11 +26,14 @@ _HAS_SINKS = {
 _FLEX_INSTEAD = {"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma"}
 """Kinds of decoders that cap logits or have sinks, for which Transformers has code for flex and none for `sdpa`."""
 _NO_SDPA = {
-    *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint", "fsmt"),
-    *("gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa"),
-    *("granitemoe_swa", "hy_v4", "inkling2_text", "led", "longt5", "mamba", "mamba2", "megatron-bert"),
-    *("mimo_v2_flash", "mpt", "mvp", "nllb-moe", "openai-gpt", "pegasus_x", "prophetnet", "reformer", "rembert"),
-    *("roformer", "rwkv", "switch_transformers", "t5gemma", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm"),
+    *("big_bird", "bigbird_pegasus", "bloom", "bros", "canine", "codegen", "convbert", "cpmant", "deberta"),
+    *("deberta-v2", "deepseek_v4", "falcon_mamba", "flaubert", "flint", "fnet", "fsmt", "funnel", "gemma2", "git"),
+    *("got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4"),
+    *("ibert", "inkling2_text", "layoutlmv2", "layoutlmv3", "led", "lilt", "longformer", "longt5", "luke", "mamba"),
+    *("mamba2", "markuplm", "megatron-bert", "mimo_v2_flash", "mpnet", "mpt", "mra", "mvp", "nllb-moe"),
+    *("nystromformer", "openai-gpt", "openai_privacy_filter", "pegasus_x", "perceiver", "prophetnet", "reformer"),
+    *("rembert", "roformer", "rwkv", "splinter", "squeezebert", "switch_transformers", "t5gemma", "tapas", "trocr"),
+    *("vaultgemma", "xglm", "xlm", "xlnet", "xlstm", "yoso"),
 }
 """Kinds of models whose Transformers code has no `scaled_dot_product_attention`."""
 _NO_BOUNDARIES = {
@@ -47,6 +50,13 @@ _OTHER_LAYERS = {
     *("granitemoehybrid", "lfm2", "lfm2_moe", "lfm3", "minimax", "nemotron", "recurrent_gemma", "zaya"),
 }
 """Kinds of decoders whose other layers, or whose attention, run on across the boundaries that they are given."""
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+"""Kinds of layers, as configs name them, that see no further than attention does. Others, such as `linear_attention`,
+`conv` and `hybrid`, carry something from token to token; what comes with new architectures may, too."""
+OTHER_POSITIONS = {
+    *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+"""Kinds of decoders that count positions on from that of padding, where those of documents are given from 0."""
 _READS_MASKS = {"axk2", "deepseek_v32", "doge", "dots3_note", "dots3_note_text", "glm_moe_dsa"}
 """Kinds of decoders that choose by the mask itself which tokens are attended to."""
 _BEST_FIRST = ("torch_varlen", "flash_attention_2", "sdpa", "flex", "eager")
@@ -173,7 +183,7 @@ def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
         return "this model has attention sinks, which this backend would silently skip"
     if name == "eager" and text.get("model_type") == "falcon" and text.get("alibi"):
         return "Transformers' code of it adds this model's ALiBi to the scores twice"
-    if name == "sdpa" and text.get("model_type") in _NO_SDPA:
+    if name == "sdpa" and _NO_SDPA & {text.get("model_type"), config.get("model_type")}:
         return "Transformers has no such code for this model"
     drops = any(text.get(key) for key in _ATTENTION_DROPOUT)
     if name == "flex" and drops:
@@ -185,8 +195,10 @@ def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
             return "this model attends within chunks, which this backend would silently skip"
         if text.get("model_type") in _READS_MASKS:
             return "this model chooses by the mask which tokens are attended to, and this backend has none"
-        if text.get("model_type") in _OTHER_LAYERS:
+        if text.get("model_type") in _OTHER_LAYERS or not _KNOWN_LAYERS.issuperset(text.get("layer_types") or ()):
             return "this model has layers for which documents do not end at their boundaries"
+        if text.get("model_type") in OTHER_POSITIONS:
+            return "this model does not count the positions of a document from 0"
         if text.get("model_type") in _NO_BOUNDARIES:
             return "this model does not read where documents begin"
         head_dim = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)

@@ -7,7 +7,9 @@ or words, divided by how many the global batch has, and do not depend on how the
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +21,9 @@ from transformers import Trainer
 from trl.trainer.utils import disable_dropout_in_model
 
 from toolkit.common import UserError
+from toolkit.data.batches import ALIGNED
 from toolkit.data.collate import mask_of
+from toolkit.data.head_batches import HeadCollator
 from toolkit.data.rows import IGNORE
 from toolkit.models import device
 from toolkit.models.preference import reward_losses
@@ -31,6 +35,9 @@ from toolkit.train.session import Session
 from toolkit.train.told import Measurement, Telling
 from toolkit.train.trainer import _ExactMixin
 
+_log = logging.getLogger("toolkit.train")
+_PADDED, _EXACT = 0.1, 1e-3
+"""By how much of their size scores may differ beside longer rows; and what rounding in fp32 explains of it."""
 OF_REWARDS = ("reward_mean", "reward_std")
 """What is said of rewards beside what is said of all pairs."""
 BESIDE = ("labels", "words", "rows", "keys", "scores", "share")
@@ -219,14 +226,17 @@ def _keep_embeddings_apart(plugin: Any, model: Any) -> None:
 def check_padding(session: Session) -> None:
     """Asks the model itself, on its first rows, whether it scores a row alike by itself and beside a longer one.
 
-    Of a decoder the score is read at the last token that is no padding, which its config must name.
+    Of a decoder the score is read at the last token that is no padding, which its config must name. Encoders that mix
+    neighbours before they look at the mask score rows a little otherwise, which is said.
 
     Raises:
         UserError: If it does not, on any process.
     """
     trainer = session.trainer
     first = list(itertools.islice(iter(trainer.train_dataset), 2))
-    batches = [trainer.data_collator(rows) for rows in (first, *([row] for row in first))]
+    as_they_are = _filled_up(trainer.data_collator, 1)
+    wider = _filled_up(trainer.data_collator, as_they_are(first)["input_ids"].shape[1] + ALIGNED)
+    batches = [wider(first), *(as_they_are([row]) for row in first)]
     with torch.no_grad(), evaluating(trainer.model_wrapped):
         scores = [
             trainer.logits(trainer.model_wrapped, send_to_device(batch, trainer.args.device)).double()
@@ -239,10 +249,17 @@ def check_padding(session: Session) -> None:
     alone = torch.cat(apart)
     difference = ((together - alone).norm() / alone.norm().clamp(min=1e-6)).reshape(1)
     largest = trainer.accelerator.gather(difference).max().item()
-    exact = session.dtypes.compute == "float32" and not device.computes_tf32()
-    if not largest < (1e-3 if exact else 0.1):
+    what = f"{type(session.module).__name__} scores rows otherwise beside longer ones than by themselves"
+    if not largest < _PADDED:
         raise UserError(
-            f"{type(session.module).__name__} scores rows otherwise beside longer ones than by themselves: scores "
-            f"differ by {largest:.1g} of their size",
-            "set batch.micro_batch_size=1, or model.path to a model that Transformers pads right",
+            f"{what}: scores differ by {largest:.1g} of their size",
+            "set model.path to a model that Transformers pads right",
         )
+    exact = session.dtypes.compute == "float32" and not device.computes_tf32()
+    if exact and largest > _EXACT and trainer.is_world_process_zero():
+        _log.warning("%s: scores differ by %.1g of their size, so that losses depend on micro-batches", what, largest)
+
+
+def _filled_up(collator: HeadCollator, multiple: int) -> HeadCollator:
+    """Rows filled up to a multiple of another length."""
+    return dataclasses.replace(collator, whole=dataclasses.replace(collator.whole, pad_to_multiple_of=multiple))

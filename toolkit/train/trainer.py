@@ -113,6 +113,9 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
             # all: both would recompute attention too.
             keep_attention(model.get_base_model() if hasattr(model, "get_base_model") else model)
         super().__init__(model=model, args=args, **kwargs)
+        # That losses are divided once, by what all micro-batches of a step have, is ours to see to. Transformers asks
+        # the model, whose class may say no (Gemma 4) or take no further arguments, and then weighs micro-batches alike.
+        self.model_accepts_loss_kwargs = True
         if is_deepspeed_zero3_enabled():
             _gather_for_dora(model)
             _decide_releases_anew()

@@ -164,6 +164,9 @@ def require_isolation(source: ModelSource, backend: str) -> None:
     recipe = source.recipe
     if not recipe.data.packing or backend in attention.VARLEN:
         return
+    if source.config.model_type in attention.OTHER_POSITIONS:
+        what = f"{source.config.model_type} does not count the positions of a document from 0"
+        raise UserError(f"{what}, as those of packed ones are", "set data.packing=false")
     attention_kernels.prepare(backend, recipe)
     try:
         isolated = isolates(tiny_model(source.config, recipe.objective, recipe.model.trust_remote_code), _PACKED)
