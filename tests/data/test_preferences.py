@@ -364,6 +364,8 @@ def test_the_audit_says_whether_pairs_can_teach_a_preference(tmp_path: Path) -> 
     for part in ("1 pairs both answers are the same", "1 pairs the two answers follow different", "times as long"):
         assert part in said
     assert "the chosen one is longer in 100% of the pairs" in " ".join(in_sentences(audit))
+    with pytest.raises(UserError, match=r"no usable row: .*, both answers of 2 are the same"):
+        prepared(tmp_path, [answered(prompt, "The same.", "The same.") for prompt in ("One", "Two")])
 
 
 def test_answers_are_cut_by_themselves_and_a_pair_that_loses_one_is_left_out(tmp_path: Path) -> None:

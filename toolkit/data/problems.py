@@ -29,12 +29,9 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
     if not train.rows:
         if untrained and not train.untrained_rows:
             check_settings = f"end rows with the answer to learn, or {check_settings}"
-        yield Problem(
-            "fatal",
-            f"no usable row: {untrained:,} rows have no {learnt}, {train.over_long.rows:,} are too long "
-            f"(`data.over_long: {action}`)",
-            check_settings,
-        )
+        left_out = f"{untrained:,} rows have no {learnt}, {train.over_long.rows:,} are too long"
+        alike = f", both answers of {train.pairs.equal:,} are the same" if train.pairs and train.pairs.equal else ""
+        yield Problem("fatal", f"no usable row: {left_out} (`data.over_long: {action}`){alike}", check_settings)
     elif untrained > MIN_UNTRAINED_FATAL * seen:
         why = "no text, or no known class" if train.classes else "no answer, or it was cut off"
         why = "a text is missing, or is the other" if train.texts else why
