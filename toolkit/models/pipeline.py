@@ -21,6 +21,8 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from toolkit.common import UserError
 from toolkit.models.process_groups import neighbours
 
+CACHES = {"cache", "past_key_values"}
+"""What models are given their cache as: from Transformers 5.24 on, and before."""
 _REMOVE = "remove parallel.pipeline"
 _TRIED = 8
 """Tokens on which it is tried whether a model takes hidden states as they are."""
@@ -67,10 +69,11 @@ class Elsewhere(torch.nn.Module):
         super().__init__()
         self._number = number
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None:
-            tokens = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
-            past_key_values.update(tokens, tokens, self._number)
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for name in CACHES & kwargs.keys():
+            if kwargs[name] is not None:
+                tokens = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
+                kwargs[name].update(tokens, tokens, self._number)
         return hidden_states
 
 

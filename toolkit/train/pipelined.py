@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from toolkit.data.collate import TWO_DOCUMENTS
 from toolkit.data.encode import IGNORE
-from toolkit.models.pipeline import Chain, chain, draw_apart, piped, pipeline_group
+from toolkit.models.pipeline import CACHES, Chain, chain, draw_apart, piped, pipeline_group
 from toolkit.models.stage import SCHEDULES, Sent, Stage, Whole, schedule_of, shape_of
 from toolkit.train.divided import answering
 from toolkit.train.stage_files import whole_optimizer, whole_parameters
@@ -290,9 +290,11 @@ class Pipeline:
         ids = kwargs.pop("input_ids")
         kwargs.pop("inputs_embeds", None)
         inputs = {"input_ids": ids}
-        cache, logits = kwargs.pop("past_key_values", None), None
+        caches = {name: cache for name in CACHES & kwargs.keys() if (cache := kwargs.pop(name)) is not None}
+        logits = None
         for stage, received in self._through(inputs, scores=False):
-            given = self._with(inputs, received) | kwargs | {"past_key_values": self._cache_of(stage, cache)}
+            own = {name: self._cache_of(stage, cache) for name, cache in caches.items()}
+            given = self._with(inputs, received) | kwargs | own
             with self._chain.only(stage), self._trainer.accelerator.autocast():
                 if stage == self._chain.last:
                     logits = self._forward(**given).logits
@@ -300,7 +302,7 @@ class Pipeline:
                     given.pop("logits_to_keep", None)
                     given.pop("return_dict", None)
                     self._send(stage, (self._chain.decoder(**given).last_hidden_state,))
-        return CausalLMOutputWithPast(logits=self._from_last(logits, ids), past_key_values=cache)
+        return CausalLMOutputWithPast(logits=self._from_last(logits, ids), **caches)
 
     def _cache_of(self, stage: int, cache: Any) -> Any:
         """What a stage keeps of the rows that are generated. Each has its own: models ask it how long rows are, and an

@@ -25,7 +25,7 @@ _LENGTHS = (16, 32)
 _DEEPEST = 400
 """Layers up to which a cache is filled: of a thousand it takes longer than all else in a trace. Released models have up
 to 315 (BigLlama 3.1)."""
-_OUTPUTS = ("past_key_values", "cache_params", "state", "past_buckets_states", "mems")
+_OUTPUTS = ("cache", "past_key_values", "cache_params", "state", "past_buckets_states", "mems")
 
 
 def kept(config: Any, objective: str, trust_remote_code: bool = False) -> tuple[Cache, ...] | None:
