@@ -29,11 +29,11 @@ _NO_SDPA = {
     *("big_bird", "bigbird_pegasus", "bloom", "bros", "canine", "codegen", "convbert", "cpmant", "deberta"),
     *("deberta-v2", "deepseek_v4", "falcon_mamba", "flaubert", "flint", "fnet", "fsmt", "funnel", "gemma2", "git"),
     *("got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4"),
-    *("ibert", "inkling2_loop_text", "inkling2_text", "layoutlmv2", "layoutlmv3", "led", "lilt", "longformer", "longt5", "luke", "mamba"),
-    *("mamba2", "markuplm", "megatron-bert", "mimo_v2_flash", "mpnet", "mpt", "mra", "mvp", "nllb-moe"),
-    *("nystromformer", "openai-gpt", "openai_privacy_filter", "pegasus_x", "perceiver", "prophetnet", "reformer"),
-    *("rembert", "roformer", "rwkv", "splinter", "squeezebert", "switch_transformers", "t5gemma", "tapas", "trocr"),
-    *("vaultgemma", "xglm", "xlm", "xlnet", "xlstm", "yoso"),
+    *("ibert", "inkling2_loop_text", "inkling2_text", "layoutlmv2", "layoutlmv3", "led", "lilt", "longformer"),
+    *("longt5", "luke", "mamba", "mamba2", "markuplm", "megatron-bert", "mimo_v2_flash", "mpnet", "mpt", "mra"),
+    *("mvp", "nllb-moe", "nystromformer", "openai-gpt", "openai_privacy_filter", "pegasus_x", "perceiver"),
+    *("prophetnet", "reformer", "rembert", "roformer", "rwkv", "splinter", "squeezebert", "switch_transformers"),
+    *("t5gemma", "tapas", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm", "yoso"),
 }
 """Kinds of models whose Transformers code has no `scaled_dot_product_attention`."""
 _NO_BOUNDARIES = {
