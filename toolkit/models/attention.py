@@ -50,7 +50,9 @@ _OTHER_LAYERS = {
     *("granitemoehybrid", "lfm2", "lfm2_moe", "lfm3", "minimax", "nemotron", "recurrent_gemma", "zaya"),
 }
 """Kinds of decoders whose other layers, or whose attention, run on across the boundaries that they are given."""
-_KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+_KNOWN_LAYERS = {
+    *("attention", "chunked_attention", "dense", "full_attention", "mlp", "moe", "sliding_attention", "sparse"),
+}
 """Kinds of layers, as configs name them, that see no further than attention does. Others, such as `linear_attention`,
 `conv` and `hybrid`, carry something from token to token; what comes with new architectures may, too."""
 OTHER_POSITIONS = {
