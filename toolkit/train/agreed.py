@@ -15,7 +15,7 @@ from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout, batch_layout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.distributed.stages import cut
-from toolkit.models import compilers, device, liger_kernels, varlen, varlen_trials
+from toolkit.models import compilers, device, liger_kernels, reach, varlen, varlen_trials
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.load import ModelSource
 from toolkit.models.pipeline import Split
@@ -87,6 +87,14 @@ def compiled(recipe: Recipe, model: Any) -> CompiledLayers | None:
         )
     _log.warning("layers are not compiled: this model's are not marked as such")
     return None
+
+
+def reaches_all(recipe: Recipe, source: ModelSource, rendezvous: Rendezvous) -> bool:
+    """Whether each batch gives all parameters a gradient, as all processes find; asked where DDP waits for them."""
+    if rendezvous.alone or recipe.strategy.name != "ddp":
+        return True
+    found = reach.reaches_all(source.config, recipe.objective, recipe.model.trust_remote_code)
+    return bool(rendezvous.exchange("reach", found, lambda every: all(every.values())))
 
 
 def has_liger(rendezvous: Rendezvous) -> bool:

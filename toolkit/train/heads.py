@@ -60,8 +60,6 @@ class HeadTrainer(Telling, _ExactMixin, Trainer):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         # Nothing is generated, and caches would hold keys and values of every evaluation.
         base.config.get_text_config().use_cache = False
-        if self.is_fsdp_enabled:
-            _keep_embeddings_apart(self.accelerator.state.fsdp_plugin, base)
 
     def logits(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Scores of a batch: (rows, outputs), or of tokens (rows, seq, outputs)."""
@@ -211,16 +209,6 @@ class TokenTrainer(ClassTrainer):
         table = [[int(each) for each in counts[3 * n : 3 * n + 3]] for n in range(len(types))]
         found = entity_figures(dict(zip(types, table, strict=True))) if types else {}
         return super().figures(sums, rows) | found
-
-
-def _keep_embeddings_apart(plugin: Any, model: Any) -> None:
-    """Accelerate 1.15 makes a unit of the embeddings of tokens, and fails where they lie in another: encoders name the
-    module around them among those that are not to be split."""
-    embeddings = model.get_input_embeddings()
-    around = {type(each).__name__ for each in model.modules() if any(part is embeddings for part in each.children())}
-    units = [*(model._no_split_modules or ())]
-    if plugin.transformer_cls_names_to_wrap is None and around & {*units}:
-        plugin.transformer_cls_names_to_wrap = [name for name in units if name not in around]
 
 
 def check_padding(session: Session) -> None:

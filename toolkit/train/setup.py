@@ -146,6 +146,7 @@ def set_up(
     rows = None if isinstance(prepared.train, Stream) else len(prepared.train)
     length = run_length(recipe, rows, layout)
     liger = recipe.compile == "auto" and not compiles and device.kind() == "cuda" and agreed.has_liger(rendezvous)
+    reached = agreed.reaches_all(recipe, source, rendezvous)
     loaded = agreed.with_flash_attention(
         loaded, source, backend, layout, prepared.statistics, length.total_steps, rendezvous, progress
     )
@@ -157,6 +158,8 @@ def set_up(
     if first:
         warn(warnings_of_length(loaded, length.total_steps, length.epochs, length.warmup_steps))
     arguments = build_arguments(loaded, layout, length, folder, world, swap)
+    if not reached and "ddp_find_unused_parameters" not in recipe.extra.training_arguments:
+        arguments.ddp_find_unused_parameters = True
     preflight.all_reduce(rendezvous, arguments.device, recipe.parallel)
     watchdog.start()
     optimizer.check_arguments(recipe, arguments, length)

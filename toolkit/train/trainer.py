@@ -120,6 +120,7 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
             _gather_for_dora(model)
             _decide_releases_anew()
         if self.is_fsdp_enabled:
+            _name_units(self.accelerator.state.fsdp_plugin, model)
             _share_buffers()
             # Else every checkpoint says where it was written, which may be a secret and is read by nobody.
             FileSystemWriter.storage_meta = lambda writer: None  # type: ignore[assignment,method-assign]
@@ -338,6 +339,22 @@ def _gather_for_dora(model: Any) -> None:
             for neighbour in (module.base_layer, module.lora_A[name], module.lora_B[name]):
                 for parameter in neighbour.parameters():
                     deepspeed.zero.register_external_parameter(magnitude, parameter)
+
+
+def _name_units(plugin: Any, model: Any) -> None:
+    """Names the modules that are gathered each by itself, unless the recipe does.
+
+    Accelerate 1.15 takes all that the model's class says are not to be split, and fails where one is not there, as
+    layers for images in a model of text (Qwen3.5), or where the embeddings of tokens lie in one, of which it makes a
+    unit of its own (encoders).
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    embeddings, there = base.get_input_embeddings(), [*base.modules()]
+    around = {type(each).__name__ for each in there if any(part is embeddings for part in each.children())}
+    names = {type(each).__name__ for each in there} - around
+    units = [name for name in base._no_split_modules or () if name in names]
+    if plugin.transformer_cls_names_to_wrap is None and units:
+        plugin.transformer_cls_names_to_wrap = units
 
 
 @functools.cache
