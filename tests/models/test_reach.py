@@ -11,12 +11,11 @@ import torch
 from harness import losses, write_recipe
 from ranks import Ranks
 from small import RECIPE
-from tiny import chat_rows, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from tiny import chat_rows, tiny_kind
 
 from toolkit.models import reach
 from toolkit.models.reach import reaches_all
-from toolkit.models.tiny import shrink, tiny_model
+from toolkit.models.tiny import tiny_model
 from toolkit.train.main import main
 
 
@@ -47,14 +46,9 @@ def test_experts_that_are_modules_are_not_reached_by_every_batch(monkeypatch: py
 
 
 def folder_with(kind: str, place: Path) -> Path:
-    stated, tokenizer = models_doc.stated(kind, "sft"), tiny_tokenizer()
-    config = type(stated)(**shrink(stated.to_dict()))
-    config.get_text_config().vocab_size = len(tokenizer)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(place / kind)
-    tokenizer.save_pretrained(place / kind)
     (place / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)), encoding="utf-8")
     write_recipe(place, "small", RECIPE)
-    return place / kind
+    return tiny_kind(models_doc.stated(kind, "sft"), place / kind)
 
 
 @pytest.mark.parametrize(("kind", "engine"), [("gemma3", "ddp"), ("ernie4_5_moe", "ddp"), ("gemma3", "fsdp")])
@@ -69,4 +63,4 @@ def test_what_gets_no_gradient_is_waited_for_by_nobody(
     asked += ["output.name=two", "batch.micro_batch_size=1", f"strategy.name={engine}"]
     done = ranks.run(tmp_path, "recipe=small", *asked, processes=2, entry="cpu_engines")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert losses(tmp_path / "runs" / "two") == pytest.approx(losses(tmp_path / "runs" / "alone"), rel=1e-5)
+    assert losses(tmp_path / "runs" / "two") == pytest.approx(losses(tmp_path / "runs" / "alone"), rel=1e-4)

@@ -85,6 +85,24 @@ def tiny_encoder(kind: str, folder: Path) -> Path:
     return folder
 
 
+def tiny_kind(config: Any, folder: Path) -> Path:
+    """Saves a random causal language model of any kind, shrunk by its configuration. Returns the folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.models.tiny import shrink as shrunk
+
+    tokenizer = tiny_tokenizer()
+    small = type(config)(**shrunk(config.to_dict()))
+    small.get_text_config().vocab_size = len(tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def tiny_gguf(model: Path, file: Path) -> Path:
     """Writes a tiny Llama and its tokenizer as a GGUF file, as llama.cpp's converter does. Returns the file."""
     import gguf

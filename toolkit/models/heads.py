@@ -23,7 +23,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
 from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
@@ -124,11 +123,6 @@ def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int) -> No
         _log.warning("the model's head tells %s apart, and begins anew for %s", _listed(before), _listed(names))
     elif drawn and len(drawn) < sum(belongs_to_head(name, heads) for name, _ in model.named_parameters()):
         _log.info("%d tensors of the head are not in the model's files, and begin at random", len(drawn))
-    if is_deepspeed_zero3_enabled():
-        # Transformers keeps all old names that it knows here, not those that it met, and would save under them.
-        old = [each.source_patterns for each in get_checkpoint_conversion_mapping("legacy") or ()]
-        kept = [each for each in model._weight_conversions or () if each.source_patterns not in old]
-        model._weight_conversions = kept
     spread = getattr(model.config.get_text_config(), "initializer_range", None) or 0.02
     with _whole([*drawn.values()]), torch.no_grad():
         for name, parameter in drawn.items():

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     modeling_utils,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
@@ -339,6 +340,10 @@ def _with_all_weights(recipe: Recipe, arguments: dict[str, Any], stored: Any = N
     """
     arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, found = _from_pretrained(auto_class(recipe.objective), recipe, arguments)
+    if is_deepspeed_zero3_enabled():
+        # Transformers keeps all conversions of names that it knows here, not those that the files have asked for, and
+        # would save under names that these never had.
+        model._weight_conversions = [each for each in model._weight_conversions or () if each.was_used()]
     parameters = {name for name, _ in model.named_parameters()}
     missing, other = sorted(parameters & found["missing_keys"]), sorted(found["mismatched_keys"], key=str)
     unknown = sorted(found["unexpected_keys"])

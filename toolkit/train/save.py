@@ -64,8 +64,10 @@ def publish(
         with stage_files.naming_adapters():
             model.save_pretrained(folder, state_dict=state)
         if not adapter:
-            # It names the type of the parameters in memory, which are the masters under FSDP.
-            model.config.dtype = getattr(torch, dtypes.export)
+            # It names the type of the parameters in memory, which are the masters under FSDP; so do its parts.
+            parts = (getattr(model.config, name, None) for name in model.config.sub_configs)
+            for part in (model.config, *filter(None, parts)):
+                part.dtype = getattr(torch, dtypes.export)
             model.config.save_pretrained(folder)
         trainer.processing_class.save_pretrained(folder)
         share(folder)
