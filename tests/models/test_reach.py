@@ -51,11 +51,15 @@ def folder_with(kind: str, place: Path) -> Path:
     return tiny_kind(models_doc.stated(kind, "sft"), place / kind)
 
 
-@pytest.mark.parametrize(("kind", "engine"), [("gemma3", "ddp"), ("ernie4_5_moe", "ddp"), ("gemma3", "fsdp")])
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [("gemma3", "ddp"), ("ernie4_5_moe", "ddp"), ("gemma3", "fsdp"), ("mixtral", "zero3")],
+)
 def test_what_gets_no_gradient_is_waited_for_by_nobody(
     kind: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
 ) -> None:
-    """And layers for images, which a model of text may lack, need not be there for FSDP."""
+    """And layers for images, which a model of text may lack, need not be there for FSDP; of a mixture's layer, all of
+    whose gradients ZeRO-3 takes at once, it takes none while documents are looked at."""
     monkeypatch.chdir(tmp_path)
     model = folder_with(kind, tmp_path)
     asked = [f"model.path={model}", "optimizer.eps=1.0e-4"]

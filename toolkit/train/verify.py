@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -143,7 +144,8 @@ def check_isolation(session: Session) -> None:
     if pipeline := session.trainer.pipeline:
         isolated = pipeline.isolates()
     else:
-        with torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
+        precise = torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext()
+        with precise, _reducing_nothing(session.trainer.model_wrapped):
             isolated = isolates(session.module, collator, place)
     kind = session.source.config.model_type
     if isolated and session.recipe.distills:
@@ -151,6 +153,29 @@ def check_isolation(session: Session) -> None:
         isolated, kind = isolates(teacher, collator, place), f"the teacher, {teacher.config.model_type},"
     if not isolated:
         raise _seen(kind, backend, session.recipe)
+
+
+@contextlib.contextmanager
+def _reducing_nothing(engine: Any) -> Iterator[None]:
+    """Keeps ZeRO-3 from taking gradients: of the layers of mixtures it does as soon as a backward pass has gone through
+    one, also where it asks for no gradients of parameters, and would have them twice in the first step."""
+    optimizer = getattr(engine, "optimizer", None)
+    leaves = getattr(optimizer, "leaf_parameters", {})
+    still: dict[str, Any] = {
+        "reenter_backward_if_needed": lambda: None,
+        "reduce_ready_partitions_and_remove_grads": lambda parameter: None,
+        "should_refresh_expected_hook_count": lambda: False,
+        "update_hook_state_and_maybe_run_epilogue": lambda expected: None,
+    }
+    for name in still if leaves else ():
+        setattr(optimizer, name, still[name])
+    try:
+        yield
+    finally:
+        for name in still if leaves else ():
+            delattr(optimizer, name)
+        for parameter in itertools.chain(*leaves.values()):
+            parameter.grad = None
 
 
 def require_isolation(source: ModelSource, backend: str) -> None:
