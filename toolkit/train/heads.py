@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -35,9 +34,6 @@ from toolkit.train.session import Session
 from toolkit.train.told import Measurement, Telling
 from toolkit.train.trainer import _ExactMixin
 
-_log = logging.getLogger("toolkit.train")
-_PADDED, _EXACT = 0.1, 1e-3
-"""By how much of their size scores may differ beside longer rows; and what rounding in fp32 explains of it."""
 OF_REWARDS = ("reward_mean", "reward_std")
 """What is said of rewards beside what is said of all pairs."""
 BESIDE = ("labels", "words", "rows", "keys", "scores", "share")
@@ -214,8 +210,7 @@ class TokenTrainer(ClassTrainer):
 def check_padding(session: Session) -> None:
     """Asks the model itself, on its first rows, whether it scores a row alike by itself and beside a longer one.
 
-    Of a decoder the score is read at the last token that is no padding, which its config must name. Encoders that mix
-    neighbours before they look at the mask score rows a little otherwise, which is said.
+    Of a decoder the score is read at the last token that is no padding, which its config must name.
 
     Raises:
         UserError: If it does not, on any process.
@@ -237,15 +232,13 @@ def check_padding(session: Session) -> None:
     alone = torch.cat(apart)
     difference = ((together - alone).norm() / alone.norm().clamp(min=1e-6)).reshape(1)
     largest = trainer.accelerator.gather(difference).max().item()
-    what = f"{type(session.module).__name__} scores rows otherwise beside longer ones than by themselves"
-    if not largest < _PADDED:
+    exact = session.dtypes.compute == "float32" and not device.computes_tf32()
+    if not largest < (1e-3 if exact else 0.1):
         raise UserError(
-            f"{what}: scores differ by {largest:.1g} of their size",
+            f"{type(session.module).__name__} scores rows otherwise beside longer ones than by themselves: scores "
+            f"differ by {largest:.1g} of their size",
             "set model.path to a model that Transformers pads right",
         )
-    exact = session.dtypes.compute == "float32" and not device.computes_tf32()
-    if exact and largest > _EXACT and trainer.is_world_process_zero():
-        _log.warning("%s: scores differ by %.1g of their size, so that losses depend on micro-batches", what, largest)
 
 
 def _filled_up(collator: HeadCollator, multiple: int) -> HeadCollator:
