@@ -33,7 +33,8 @@ from trl import SFTConfig
 from toolkit.common import in_a_line
 from toolkit.data.collate import Collator, isolates
 from toolkit.models import attention, attention_kernels, experts
-from toolkit.models.adapters import keep_unpacked, unadaptable
+from toolkit.models.adapted_layers import unadaptable
+from toolkit.models.adapters import keep_unpacked
 from toolkit.models.head_choice import add_output_head, asks_routers, choose
 from toolkit.models.stored_loading import StoredConfig
 from toolkit.models.tiny import tiny_model
@@ -363,6 +364,7 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
   them is stored in 4 bits (`method.quantization: nf4`), and just so in `fp8` and `int4` (but `rwkv`, which would find
   bytes to rescale), experts of one tensor too; such experts stay in 16 bits under `int8`. A run refuses what is less
   than nine tenths. *refused*: the model reads the weight of a layer itself.
+- Towers for images and sound, and whatever else no text reaches, are not trained, by any method, and get no adapters.
 - **compiles**: *yes*: `compile: auto` may compile the layers, because those that are alike are one graph without a
   break for every length of rows, with equal losses and gradients. Else it leaves them as they are, and `compile:
   layers` warns before it tries, because code leaves the graph (*breaks*), each layer or length has a graph of its own

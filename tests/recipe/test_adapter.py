@@ -88,7 +88,12 @@ def test_what_a_recipe_leaves_out_is_the_adapters(adapter: Path) -> None:
         ({"peft_type": "VERA"}, [], ["model.adapter: has peft_type=VERA, unlike", "name another adapter"]),
         ({"bias": "all"}, [], ["model.adapter: has bias=all, unlike", "set extra.lora.bias to that"]),
         ({"lora_bias": True}, [], ["has lora_bias=True", "name another adapter"]),
-        ({"exclude_modules": ["b", "a"]}, [], ["has exclude_modules=", "set extra.lora.exclude_modules to that"]),
+        (
+            {"exclude_modules": ["b", "a"]},
+            ["extra.lora={exclude_modules: [c]}"],
+            ["has exclude_modules=", "set extra.lora.exclude_modules to that"],
+        ),
+        ({"exclude_modules": {"a": 1}}, [], ["has exclude_modules={a: 1}, which are no names"]),
         ({"base_model_name_or_path": "a/b"}, [], ["was trained on a/b", "set model.path=a/b"]),
     ],
     ids=str,
@@ -101,6 +106,12 @@ def test_what_does_not_agree_with_the_adapter(
         load("small", overrides)
     (problem,) = caught.value.problems
     assert [word for word in words if word not in " ".join(str(problem).split())] == [], str(problem)
+
+
+@pytest.mark.parametrize("excluded", [["b", "a"], r"(model\.vision_tower(\..*)?)"])
+def test_what_an_adapter_leaves_out_is_left_out_again(adapter: Path, excluded: object) -> None:
+    configure(adapter, exclude_modules=excluded)
+    assert load("small").recipe.extra.lora == {"exclude_modules": excluded}
 
 
 def test_an_adapter_of_loftq_stays_on_its_quantized_base(adapter: Path) -> None:

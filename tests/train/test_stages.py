@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from small import LORA, place_with
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from small import LORA, place_with, set_up
 from transformers import AutoModelForCausalLM
 
 from toolkit.recipe import RecipeError
@@ -45,6 +46,18 @@ def test_each_stage_begins_where_the_last_one_ended() -> None:
     assert "runs/first/final, then runs/second/final" in (third / "final" / "README.md").read_text(encoding="utf-8")
     # The last adapter holds all stages, and stands on the base itself.
     merge([second], second / "merged")
+
+
+@pytest.mark.parametrize("form", ["none", "nf4", "int8", "fp8"])
+def test_a_stage_begins_with_the_adapter_to_the_last_bit(form: str) -> None:
+    """TRL rounds adapters on a base of nf4 or int8 to bf16."""
+    base = AutoModelForCausalLM.from_pretrained("llama")
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained("random")
+    given = load_file("random/adapter_model.safetensors")
+    keys = ["model.adapter=random", f"method.quantization={form}", "precision=bf16", f"output.name=random_{form}"]
+    begun = get_peft_model_state_dict(set_up(*keys).trainer.model)
+    assert {*begun} == {*given} and all(torch.equal(each, begun[name]) for name, each in given.items())
 
 
 @pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens", "lm_head"]], ids=",".join)

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from toolkit.common import UserError, first_line
 from toolkit.distributed.engines import Dtypes
-from toolkit.models.heads import belongs_to_head, head_modules
+from toolkit.models.adapted_layers import check_adapted, linear_in, linear_modules, unadaptable, wrapped
+from toolkit.models.heads import head_modules
 from toolkit.models.lora_products import add_by_product
+from toolkit.models.reach import EVERYWHERE, Reach
 from toolkit.models.stored import FORMS
 from toolkit.models.stored_loading import StoredConfig
 from toolkit.recipe import Recipe
 from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
-from toolkit.recipe.module_names import adapter_patterns, matches, meant, unmatched
-from toolkit.recipe.sections import MOVES_BASE, Method
+from toolkit.recipe.module_names import matches, unmatched
+from toolkit.recipe.sections import MOVES_BASE
 
 _TASKS = {
     "seq2seq": "SEQ_2_SEQ_LM",
@@ -47,13 +45,15 @@ def keep_unpacked(model: torch.nn.Module) -> None:
 
 
 def add_method(
-    model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bool = True, new_tokens: Sequence[int] = ()
-) -> Any:
+    model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bool = True, new_tokens: Sequence[int] = (),
+    reach: Reach = EVERYWHERE,
+) -> Any:  # fmt: skip
     """Freezes, or adds adapters. Returns the model to train.
 
     Args:
         new_tokens: Ids of the tokens whose rows are trained beside adapters.
         whole: Whether the model has all its layers, so that each pattern must match.
+        reach: Of the loss; what is outside of it stays as it is.
 
     Raises:
         UserError: If a pattern or module name matches nothing in this model, or cannot be trained.
@@ -63,7 +63,7 @@ def add_method(
     for key, what, change in unmatched(method, modules, [name for name, _ in model.named_parameters()]):
         raise UserError(f"{key}: {what}", change)
     if method.name == "full":
-        _freeze(model, method.freeze)
+        _freeze(model, method.freeze, reach)
         return model
     from peft import LoraConfig, TaskType
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
@@ -77,7 +77,7 @@ def add_method(
     # PEFT names these two itself.
     saved = [*saved, *(name for name in heads if name not in ("score", "classifier", *saved))]
     by_layer = method.layers_to_transform and method.target_modules == "all-linear"
-    others = unadaptable(model) | _linear_in(model, heads)
+    others = unadaptable(model) | linear_in(model, heads)
     for name, why in others.items() if isinstance(method.target_modules, list) else ():
         if matches(name, method.target_modules):
             raise UserError(
@@ -88,7 +88,7 @@ def add_method(
         r=method.r,
         lora_alpha=method.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=method.lora_dropout,
-        target_modules=_linear_modules(model) if by_layer else method.target_modules,
+        target_modules=linear_modules(model) if by_layer else method.target_modules,
         target_parameters=method.target_parameters or None,
         layers_to_transform=list(method.layers_to_transform) or None,
         rank_pattern=dict(method.rank_pattern),
@@ -104,14 +104,14 @@ def add_method(
         **recipe.extra.lora,
     )
     try:
-        adapted = _wrapped(model, adapter, [*others])
+        adapted = wrapped(model, adapter, [*others], reach.outside)
     except (ValueError, RuntimeError, UserWarning, re.error) as error:
         raise UserError(
             f"method: PEFT cannot add these adapters to this {model.config.model_type}: {first_line(error)}",
             "change method.target_modules, or the key that it names",
         ) from error
     if whole:
-        _check_adapted(adapted, method)
+        check_adapted(adapted, method)
     base: Any = adapted.get_base_model()
     head = base.get_output_embeddings()
     if isinstance(head, TrainableTokensWrapper):
@@ -139,25 +139,6 @@ def _with_token_rows(layer: Any, active_adapters: Iterable[str]) -> torch.Tensor
                 kept[key] = torch.tensor(layer.token_indices[name], device=weights.device)
         weights = weights.index_copy(0, kept[key], layer.trainable_tokens_delta[name].to(weights))
     return weights
-
-
-def _wrapped(model: PreTrainedModel, adapter: Any, others: list[str]) -> Any:
-    """PEFT's model, in which `all-linear` is without those that are not; its settings as if these were none."""
-    from peft import get_peft_model
-
-    asked, excluded = adapter.target_modules, adapter.exclude_modules
-    if asked == "all-linear" and others:
-        given = [excluded] if isinstance(excluded, str) else [rf"(.*\.)?{re.escape(each)}" for each in excluded or []]
-        adapter.exclude_modules = "|".join(f"({each})" for each in [*given, *map(re.escape, others)])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="You have passed exclude_modules")
-        adapted = get_peft_model(model, adapter)
-    if asked == "all-linear" and others:
-        adapter.target_modules = {
-            each for each in adapter.target_modules if not any(matches(other, [each]) for other in others)
-        }
-        adapter.exclude_modules = excluded
-    return adapted
 
 
 def part_of_base(adapted: Any, recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -259,85 +240,12 @@ def quantization_config(recipe: Recipe, dtypes: Dtypes) -> QuantizationConfigMix
     return None
 
 
-def _freeze(model: torch.nn.Module, patterns: list[str]) -> None:
+def _freeze(model: torch.nn.Module, patterns: list[str], reach: Reach) -> None:
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(fnmatch.fnmatch(name, pattern) for pattern in patterns))
+        named = any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        parameter.requires_grad_(not named and not reach.is_outside(name))
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("method.freeze leaves nothing to train", "remove a pattern from method.freeze")
-
-
-def _linear_modules(model: PreTrainedModel) -> list[str]:
-    """Last names of the linear layers but the output head: PEFT picks layers among named modules only."""
-    head = model.get_output_embeddings()
-    linear = {name for name, each in model.named_modules() if isinstance(each, (torch.nn.Linear, Conv1D))}
-    linear -= {*unadaptable(model)}
-    return sorted({name.rpartition(".")[2] for name in linear if model.get_submodule(name) is not head})
-
-
-def unadaptable(model: PreTrainedModel) -> dict[str, str]:
-    """Names of linear layers that get no adapter, and why not: of some classes that compute something else as well or
-    instead, such as routers that return what they chose, and of those that kernels do not call."""
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
-
-    found, settings = {}, LoraConfig()
-    for name, each in model.named_modules():
-        if isinstance(each, torch.nn.Linear):
-            try:
-                _check_lora_target_modules_mamba(settings, model, name.rpartition(".")[2])
-            except ValueError:
-                found[name] = f"kernels of {model.config.model_type} read its weight without calling it"
-            if not _maps_rows(each):
-                found[name] = "it returns something else than a matrix product"
-    return found
-
-
-def _linear_in(model: PreTrainedModel, heads: list[str]) -> dict[str, str]:
-    """Names of the linear layers of a head, which is trained as it is."""
-    linear = (name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear))
-    return {name: "it belongs to the head, which is trained in full" for name in linear if belongs_to_head(name, heads)}
-
-
-def _maps_rows(layer: torch.nn.Linear) -> bool:
-    known = ("torch.", "bitsandbytes.", "toolkit.models.stored")
-    if type(layer).forward is torch.nn.Linear.forward or type(layer).__module__.startswith(known):
-        return True
-    twin = copy.copy(layer)
-    twin._parameters = {
-        name: each if each is None else torch.nn.Parameter(torch.empty(each.shape, device="meta"), requires_grad=False)
-        for name, each in layer._parameters.items()
-    }
-    try:
-        with _disable_current_modes():
-            outputs = twin(torch.empty(2, 3, layer.in_features, device="meta"))
-    except Exception:  # Its own code may raise anything.
-        return False
-    return isinstance(outputs, torch.Tensor) and outputs.shape == (2, 3, layer.out_features)
-
-
-def _check_adapted(adapted: Any, method: Method) -> None:
-    """Refuses what PEFT passed over: patterns, parameters and layers that have no adapter."""
-    names = sorted(_adapted_names(adapted))
-    layers = (("layers_to_transform", str(index), rf"\D*\.{index}\..*") for index in method.layers_to_transform)
-    for key, given, pattern in (*adapter_patterns(method), *layers):
-        if not any(re.fullmatch(pattern, name) for name in names):
-            raise UserError(
-                f"method.{key}: {given!r} matches nothing that has an adapter",
-                f"{meant(given, names)}adapters are on parameters and modules named like {names[0]}, {names[-1]}",
-            )
-
-
-def _adapted_names(adapted: Any) -> Iterator[str]:
-    """Names, in the base, of the modules and parameters that have adapters."""
-    from peft.tuners.lora.layer import ParamWrapper
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in adapted.get_base_model().named_modules():
-        if isinstance(module, ParamWrapper):
-            # The wrappers of several parameters of a module lie in each other.
-            yield f"{name.replace('.base_layer', '')}.{module.parameter_name}"
-        elif isinstance(module, BaseTunerLayer):
-            yield name
 
 
 def _modules_to_save(model: PreTrainedModel, targets: str | list[str], saved: list[str]) -> tuple[list[str], bool]:

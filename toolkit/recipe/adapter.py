@@ -28,7 +28,8 @@ _KEYS = (
     *("r", "lora_alpha", "target_modules", "target_parameters", "layers_to_transform", "rank_pattern"),
     *("alpha_pattern", "modules_to_save", "use_rslora", "use_dora"),
 )
-_PLAIN = {"peft_type": "LORA", "bias": "none", "lora_bias": False, "exclude_modules": None}
+_EXCLUDED = "exclude_modules"
+_PLAIN = {"peft_type": "LORA", "bias": "none", "lora_bias": False, _EXCLUDED: None}
 """Settings of PEFT that a recipe has no key for, and the value that they have unless `extra.lora` says otherwise."""
 
 
@@ -55,10 +56,13 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
         hint = f"set model.adapter={inside}" if (inside / _FILE).is_file() else "name the folder `final` of a run"
         what = f"there is no readable {_FILE} in this folder" if isinstance(error, OSError) else f"{_FILE} {error}"
         return recipe, {}, [problem("model.adapter", what, recipe.model.adapter, hint)]
+    extra = recipe.extra.lora
+    if config.get(_EXCLUDED) and not _stated("extra.lora", origins):
+        extra = {**extra, _EXCLUDED: config[_EXCLUDED]}
     problems = [
         problem("model.adapter", f"has {key}={config.get(key, plain)}, unlike the recipe", "", _follow(key))
         for key, plain in _PLAIN.items()
-        if _sorted(config.get(key, plain)) != _sorted(recipe.extra.lora.get(key, plain))
+        if _sorted(config.get(key, plain)) != _sorted(extra.get(key, plain))
     ]
     if (tokens := _tokens(folder, config)) != recipe.model.new_tokens:
         # Rows are known by their places: those of other tokens, or in another order, would fit as well.
@@ -86,6 +90,8 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
         elif _sorted(given) != _sorted(value):
             what = f"the adapter in {recipe.model.adapter} has {as_text(value)}"
             problems.append(problem(key, what, as_text(given), f"remove {key}, or set it to that"))
+    if extra is not recipe.extra.lora:
+        taken["extra.lora"] = extra
     return recipe.with_values(taken), dict.fromkeys(taken, str(folder / _FILE)), problems
 
 
@@ -97,6 +103,9 @@ def _check(config: Any, method: Method) -> None:
     parts = list(rows.values()) if isinstance(rows, dict) else [rows]
     if not all(isinstance(part, list) and {type(number) for number in part} <= {int} for part in parts):
         raise ValueError(f"has {_shown('trainable_token_indices', rows)}, which are no numbers of tokens")
+    excluded = config.get(_EXCLUDED) or []
+    if not isinstance(excluded, str | list) or not all(isinstance(name, str) for name in excluded):
+        raise ValueError(f"has {_shown(_EXCLUDED, excluded)}, which are no names")
     if not isinstance(base, str | None):
         raise ValueError(f"has {_shown('base_model_name_or_path', base)}, which is no name")
     for key in _KEYS:

@@ -19,6 +19,7 @@ from toolkit.models import compilers, device, liger_kernels, reach, varlen, varl
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.load import ModelSource
 from toolkit.models.pipeline import Split
+from toolkit.models.reach import Reach
 from toolkit.planner.kernels import EAGER, UNCOMPILED
 from toolkit.planner.plan import Plan
 from toolkit.recipe import Loaded, Recipe
@@ -89,12 +90,18 @@ def compiled(recipe: Recipe, model: Any) -> CompiledLayers | None:
     return None
 
 
-def reaches_all(recipe: Recipe, source: ModelSource, rendezvous: Rendezvous) -> bool:
-    """Whether each batch gives all parameters a gradient, as all processes find; asked where DDP waits for them."""
-    if rendezvous.alone or recipe.strategy.name != "ddp":
-        return True
-    found = reach.reaches_all(source.config, recipe.objective, recipe.model.trust_remote_code)
-    return bool(rendezvous.exchange("reach", found, lambda every: all(every.values())))
+def reach_of(recipe: Recipe, source: ModelSource, rendezvous: Rendezvous) -> Reach:
+    """What text reaches of the model, as all processes find."""
+    found = reach.reach_of(source.config, recipe.objective, recipe.model.trust_remote_code)
+    if recipe.model.adapter:
+        found = Reach(found.inside and not found.outside)  # An adapter says itself which layers it is for.
+
+    def judge(every: Mapping[int, list[Any]]) -> list[Any]:
+        insides, outsides = zip(*every.values(), strict=True)
+        return [all(insides), sorted(set.intersection(*map(set, outsides)))]
+
+    inside, outside = rendezvous.exchange("reach", [found.inside, found.outside], judge)
+    return Reach(inside, tuple(outside))
 
 
 def has_liger(rendezvous: Rendezvous) -> bool:

@@ -146,7 +146,7 @@ def set_up(
     rows = None if isinstance(prepared.train, Stream) else len(prepared.train)
     length = run_length(recipe, rows, layout)
     liger = recipe.compile == "auto" and not compiles and device.kind() == "cuda" and agreed.has_liger(rendezvous)
-    reached = agreed.reaches_all(recipe, source, rendezvous)
+    reach = agreed.reach_of(recipe, source, rendezvous)
     loaded = agreed.with_flash_attention(
         loaded, source, backend, layout, prepared.statistics, length.total_steps, rendezvous, progress
     )
@@ -158,7 +158,8 @@ def set_up(
     if first:
         warn(warnings_of_length(loaded, length.total_steps, length.epochs, length.warmup_steps))
     arguments = build_arguments(loaded, layout, length, folder, world, swap)
-    if not reached and "ddp_find_unused_parameters" not in recipe.extra.training_arguments:
+    waits = recipe.strategy.name == "ddp" and world.world_size > 1
+    if waits and not reach.inside and "ddp_find_unused_parameters" not in recipe.extra.training_arguments:
         arguments.ddp_find_unused_parameters = True
     preflight.all_reduce(rendezvous, arguments.device, recipe.parallel)
     watchdog.start()
@@ -177,7 +178,9 @@ def set_up(
         agreed.use_liger(base, arguments.device, progress)
     new_tokens: Any = tokenizer.convert_tokens_to_ids(recipe.model.new_tokens)
     set_seed(recipe.seed)  # Some models draw numbers while they are loaded, as many as the engine lets them.
-    model = add_method(base, begins.recipe, types, new_tokens=new_tokens)
+    model = add_method(base, begins.recipe, types, new_tokens=new_tokens, reach=reach)
+    if reach.outside:
+        progress.message(f"No text reaches {', '.join(reach.outside)}, which are not trained")
     start = part_of_base(model, begins.recipe)
     divide_model(model, layout.tensor, layout.expert, world.rank)
     if layout.tensor > 1 and types.load == "float32":
@@ -195,6 +198,10 @@ def set_up(
     # Trainer
     train = prepared.train.divided(world.world_size) if isinstance(prepared.train, Stream) else prepared.train
     train, held_out = with_numbers(recipe, train, prepared.eval)
+    # TRL turns adapters on a base of nf4 or int8 to bf16, which rounds them.
+    masters = (
+        [(each, each.data) for each in model.parameters() if each.requires_grad] if recipe.method.quantization else []
+    )
     trainer: Any = kind(
         model=model,
         args=arguments,
@@ -223,9 +230,8 @@ def set_up(
         score_parts(trainer, recipe.parallel.shares_by)
     trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), fast)
     notes = [_BALANCE] if getattr(trainer, "aux_loss_enabled", False) else []
-    if recipe.method.name == "lora":
-        # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
-        cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)
+    for parameter, value in masters:
+        parameter.data = value.to(parameter.device)
     # Compiled layers make their copies themselves, in one kernel with what reads them where they can.
     if types.autocast and not compiles and keeps_casts(recipe):
         trainer.casts = StepCasts()

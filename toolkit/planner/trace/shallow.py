@@ -21,6 +21,7 @@ from toolkit.models.adapters import add_method, keep_unpacked, quantization_conf
 from toolkit.models.embedding import drop_pooler
 from toolkit.models.expert_parallel import divide_experts
 from toolkit.models.heads import auto_class
+from toolkit.models.reach import reach_of
 from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.even_routing import EvenExchange
@@ -145,6 +146,7 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bo
     kind = auto_class(setting.objective)
     recipe = _recipe(setting)
     types = _dtypes(setting)
+    reach = reach_of(config, setting.objective, setting.trust_remote_code)
     with torch.device("meta"):
         model = kind.from_config(
             config,
@@ -156,7 +158,7 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bo
             drop_pooler(model)
         _quantize(model, recipe, types)
         new_tokens = range(setting.method.get("new_tokens", 0))
-        trained = add_method(model, recipe, types, whole=depth is None, new_tokens=new_tokens)
+        trained = add_method(model, recipe, types, whole=depth is None, new_tokens=new_tokens, reach=reach)
     trained.train()
     if depth is not None:
         _materialize(trained, fake, types, setting.objective in HEADED)
