@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ import accelerate.accelerator
 import accelerate.optimizer
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -37,6 +35,14 @@ from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.divided import Divided
 from toolkit.train.divided_experts import DividedExperts
 from toolkit.train.elastic import Continues
+from toolkit.train.gathering import (
+    decide_releases_anew,
+    gather_for_dora,
+    gather_head_with_model,
+    name_units,
+    share_buffers,
+    unshard_trained_head,
+)
 from toolkit.train.gradients import Clipping
 from toolkit.train.late_rows import LateRows
 from toolkit.train.pipelined import Pipelined
@@ -117,11 +123,11 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
         # the model, whose class may say no (Gemma 4) or take no further arguments, and then weighs micro-batches alike.
         self.model_accepts_loss_kwargs = True
         if is_deepspeed_zero3_enabled():
-            _gather_for_dora(model)
-            _decide_releases_anew()
+            gather_for_dora(model)
+            decide_releases_anew()
         if self.is_fsdp_enabled:
-            _name_units(self.accelerator.state.fsdp_plugin, model)
-            _share_buffers()
+            name_units(self.accelerator.state.fsdp_plugin, model)
+            share_buffers()
             # Else every checkpoint says where it was written, which may be a secret and is read by nobody.
             FileSystemWriter.storage_meta = lambda writer: None  # type: ignore[assignment,method-assign]
 
@@ -282,9 +288,9 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
         if not choice.fused:
             return
         if is_deepspeed_zero3_enabled():
-            _gather_head_with_model(self.model)
-        elif self.is_fsdp_enabled and hasattr(self.model, "peft_config"):
-            self.model.register_forward_pre_hook(_unshard_trained_head)
+            gather_head_with_model(self.model)
+        elif self.is_fsdp_enabled:
+            self.model.register_forward_pre_hook(unshard_trained_head)
 
     def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Of a batch: minus the log-likelihood of its trained tokens, their number, and the routers' balance loss."""
@@ -299,98 +305,6 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
         routed = {"output_router_logits": True} if self.aux_loss_enabled else {}
         outputs = model(**{**inputs, "use_cache": False}, **routed, fused_lm_head=True)
         return outputs, self.router_aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else None
-
-
-def _gather_head_with_model(model: Any) -> None:
-    """ZeRO-3 gathers a weight while its own module is called. TRL's loss reads the head's weight without calling the
-    head, and although it gathers it for that, training a head that is not tied fails in the backward pass."""
-    import deepspeed
-
-    head = model.get_output_embeddings()
-    for parameter in (head.weight, head.bias):
-        if parameter is not None:
-            deepspeed.zero.register_external_parameter(model, parameter)
-
-
-@functools.cache
-def _decide_releases_anew() -> None:
-    """ZeRO-3 records in which order modules are called, and a new order whenever the old one no longer holds. What it
-    releases at a step it decides once, in an `lru_cache` that DeepSpeed 0.19 does not empty with the order: after
-    forward passes alone before step 1 nothing would stay for the backward pass, and every layer be gathered twice."""
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
-
-    invalidate = Coordinator._invalidate_trace
-    # DeepSpeed's profiling decorator stands around the cache and does not show it as `__wrapped__`.
-    decided = inspect.getclosurevars(Coordinator._PartitionedParameterCoordinator__params_to_release).nonlocals["func"]
-
-    def invalidate_with_decisions(self: Any) -> None:
-        decided.cache_clear()
-        invalidate(self)
-
-    Coordinator._invalidate_trace = invalidate_with_decisions
-
-
-def _gather_for_dora(model: Any) -> None:
-    """DoRA's layer of magnitudes measures the weights of its neighbours, which ZeRO-3 has released by then."""
-    import deepspeed
-
-    for module in model.modules():
-        for name, magnitude in getattr(module, "lora_magnitude_vector", {}).items():
-            for neighbour in (module.base_layer, module.lora_A[name], module.lora_B[name]):
-                for parameter in neighbour.parameters():
-                    deepspeed.zero.register_external_parameter(magnitude, parameter)
-
-
-def _name_units(plugin: Any, model: Any) -> None:
-    """Names the modules that are gathered each by itself, unless the recipe does.
-
-    Accelerate 1.15 takes all that the model's class says are not to be split, and fails where one is not there, as
-    layers for images in a model of text (Qwen3.5), or where the embeddings of tokens lie in one, of which it makes a
-    unit of its own (encoders).
-    """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    embeddings, there = base.get_input_embeddings(), [*base.modules()]
-    around = {type(each).__name__ for each in there if any(part is embeddings for part in each.children())}
-    names = {type(each).__name__ for each in there} - around
-    units = [name for name in base._no_split_modules or () if name in names]
-    if plugin.transformer_cls_names_to_wrap is None and units:
-        plugin.transformer_cls_names_to_wrap = units
-
-
-@functools.cache
-def _share_buffers() -> None:
-    """Where one process reads the model, accelerate 1.15 sends its parameters to the others, and fails over buffers
-    that are saved with them, such as those that balance a router's experts. It keeps those that are not saved: so these
-    are sent here, and count among them until the model is sharded."""
-    prepare = accelerate.accelerator.fsdp2_prepare_model
-
-    def with_buffers(accelerator: Any, model: Any) -> Any:
-        saved = [
-            (module, name)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        ]
-        for module, name in saved:
-            module._buffers[name] = module._buffers[name].to(accelerator.device)
-            torch.distributed.broadcast(module._buffers[name], 0)
-            module._non_persistent_buffers_set.add(name)
-        model = prepare(accelerator, model)
-        for module, name in saved:
-            module._non_persistent_buffers_set.discard(name)
-        return model
-
-    accelerate.accelerator.fsdp2_prepare_model = with_buffers
-
-
-def _unshard_trained_head(model: Any, inputs: Any) -> None:
-    """FSDP gathers the weights of a unit when one of its modules is called. Beside adapters the head is a unit by
-    itself, which TRL's loss reads without calling it: it would gather the weight, but not sum its gradient over the
-    processes."""
-    head = model.get_output_embeddings()
-    # Of a divided head the loss takes this process's part, where TRL would gather all of a sharded one.
-    if (head.weight.requires_grad or hasattr(head, "vocabulary_part")) and isinstance(head, FSDPModule):
-        head.unshard()
 
 
 class EncoderDecoderTrainer(_ExactMixin, Seq2SeqTrainer):

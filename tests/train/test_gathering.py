@@ -1,0 +1,65 @@
+"""What FSDP gathers together, and heads whose weights a loss reads past their own module."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import models_doc
+import pytest
+import torch
+from harness import losses, write_recipe
+from ranks import Ranks
+from small import RECIPE
+from tiny import chat_rows, tiny_kind
+from transformers import AutoModelForCausalLM
+
+from toolkit.common import UserError
+from toolkit.train.gathering import name_units
+from toolkit.train.main import main
+
+
+def named(kind: str) -> list[str] | None:
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=None)
+    with torch.device("meta"):
+        name_units(plugin, AutoModelForCausalLM.from_config(models_doc.stated(kind, "sft")))
+    return plugin.transformer_cls_names_to_wrap
+
+
+@pytest.mark.parametrize(
+    ("kind", "units"),
+    [
+        ("llama", ["LlamaDecoderLayer"]),
+        # Their classes name none.
+        ("blenderbot", ["BlenderbotDecoderLayer"]),
+        ("ctrl", ["EncoderLayer"]),
+        ("xlnet", ["XLNetLayer"]),
+    ],
+)
+def test_every_layer_is_a_unit(kind: str, units: list[str]) -> None:
+    assert named(kind) == units
+
+
+def test_a_head_whose_bias_lies_elsewhere_too_is_refused() -> None:
+    with pytest.raises(UserError, match=r"bert, whose output head has cls\.predictions\.bias as its own"):
+        named("bert")
+
+
+@pytest.mark.parametrize("kind", ["git", "ctrl"])
+def test_fsdp_trains_as_one_process(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
+    """GIT's head is a unit by itself, as accelerate finds no last norm in it; CTRL's layers are none by its class."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)), encoding="utf-8")
+    write_recipe(tmp_path, "small", RECIPE)
+    config = models_doc.stated(kind, "sft")
+    for key in [key for key in vars(config) if "drop" in key]:
+        setattr(config, key, 0.0)
+    model = tiny_kind(config, tmp_path / kind)
+    asked = [f"model.path={model}", "optimizer.name=sgd", "optimizer.learning_rate=0.1", "batch.micro_batch_size=1"]
+    assert main(["recipe=small", "output.name=alone", *asked]) == 0
+    done = ranks.run(
+        tmp_path, "recipe=small", "output.name=two", "strategy.name=fsdp", *asked, processes=2, entry="cpu_engines"
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "runs" / "two") == pytest.approx(losses(tmp_path / "runs" / "alone"), rel=2e-6)
