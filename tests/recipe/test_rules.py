@@ -78,7 +78,7 @@ def _populate() -> None:
         Path(name, "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
     for name, config in (
         ("falcon", {"model_type": "falcon"}),
-        ("rwkv", {"model_type": "rwkv"}),
+        ("recurrent_gemma", {"model_type": "recurrent_gemma"}),
         ("mamba", {"model_type": "mamba", "num_hidden_layers": 2}),
         ("mixture", {"model_type": "deepseek_v3", "n_routed_experts": 8}),
         *((name, {"model_type": "llama"}) for name in ("existing", "both", "rounded", "complex")),

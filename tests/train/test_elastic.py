@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import models_doc
 import pytest
 import torch
 from figures import record
 from harness import metrics, write_recipe
 from matrix import ENGINES, Difference, Result
 from ranks import ON_CPU, Ranks
-from tiny import chat_rows, tiny_model
+from tiny import chat_rows, tiny_kind, tiny_model
 
 from toolkit.seal import read_seal, seal
 from toolkit.train.saved_state import equal_parts
@@ -77,7 +78,7 @@ def continued(ranks: Ranks, home: Path, before: str, after: str, *overrides: str
     copy = interrupted(straight, f"{label}-{after.replace('@', '-')}")
     rest = [row for row in metrics(copy) if row["step"] <= 3]
     run(ranks, home, copy.name, after, *overrides)
-    assert "its state is divided anew" in (copy / "said.txt").read_text(encoding="utf-8")
+    assert before == after or "its state is divided anew" in (copy / "said.txt").read_text(encoding="utf-8")
     manifest = json.loads((copy / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["resumed_from"].endswith("checkpoint-3") and manifest["status"] == "finished"
     # Those of the same rows, and the steps before are not taken again.
@@ -150,6 +151,22 @@ def test_other_trainings_continue_elsewhere(
     ranks: Ranks, home: Path, before: str, after: str, overrides: Sequence[str]
 ) -> None:
     assert_equal(continued(ranks, home, before, after, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("fsdp@2", "fsdp@2"), ("fsdp_full@2", "fsdp_full@2"), ("ddp@2", "zero2@2")]
+)
+def test_what_never_had_a_gradient_has_no_state_to_go_on_from(
+    ranks: Ranks, home: Path, before: str, after: str
+) -> None:
+    """BART's decoder has attention to an encoder that is not there."""
+    if not (home / "bart").is_dir():
+        config = models_doc.stated("bart", "sft")
+        config.dropout = config.attention_dropout = config.activation_dropout = 0.0
+        tiny_kind(config, home / "bart")
+    # ZeRO would decay it.
+    keys = ["model.path=bart", "optimizer.weight_decay=0", "optimizer.eps=1e-5"]
+    assert_equal(continued(ranks, home, before, after, *keys))
 
 
 class Payload:

@@ -5,31 +5,38 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from toolkit.common import UserError
 from toolkit.models.heads import belongs_to_head
+from toolkit.models.weight_reads import LINEAR, is_one_of
 from toolkit.recipe.module_names import adapter_patterns, matches, meant
 from toolkit.recipe.sections import Method
 
 
-def linear_modules(model: PreTrainedModel) -> list[str]:
-    """Last names of the linear layers but the output head: PEFT picks layers among named modules only."""
+def linear_modules(model: PreTrainedModel, others: Iterable[str]) -> list[str]:
+    """Last names of the linear layers but the output head: PEFT picks layers among named modules only.
+
+    Args:
+        others: Names of those that get no adapter.
+    """
     head = model.get_output_embeddings()
-    linear = {name for name, each in model.named_modules() if isinstance(each, (torch.nn.Linear, Conv1D))}
-    linear -= {*unadaptable(model)}
+    linear = {name for name, each in model.named_modules() if isinstance(each, LINEAR)} - {*others}
     return sorted({name.rpartition(".")[2] for name in linear if model.get_submodule(name) is not head})
 
 
-def unadaptable(model: PreTrainedModel) -> dict[str, str]:
+def unadaptable(model: PreTrainedModel, uncalled: Sequence[str]) -> dict[str, str]:
     """Names of linear layers that get no adapter, and why not: of some classes that compute something else as well or
-    instead, such as routers that return what they chose, and of those that kernels do not call."""
+    instead, such as routers that return what they chose, and of those that are not called.
+
+    Args:
+        uncalled: See `weight_reads.Reads`; beside these kernels call some of Mamba's by their weights.
+    """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
@@ -40,6 +47,8 @@ def unadaptable(model: PreTrainedModel) -> dict[str, str]:
                 _check_lora_target_modules_mamba(settings, model, name.rpartition(".")[2])
             except ValueError:
                 found[name] = f"kernels of {model.config.model_type} read its weight without calling it"
+            if is_one_of(name, uncalled):
+                found[name] = f"{model.config.model_type} reads its weight without calling it"
             if not _maps_rows(each):
                 found[name] = "it returns something else than a matrix product"
     return found
@@ -103,7 +112,7 @@ def _any_of(patterns: list[str]) -> str:
 
 def _has_target(part: torch.nn.Module, asked: str | list[str]) -> bool:
     """Whether adapters would be added to a part of a model: PEFT refuses to exclude what is none."""
-    linear = (name for name, each in part.named_modules() if isinstance(each, (torch.nn.Linear, Conv1D)))
+    linear = (name for name, each in part.named_modules() if isinstance(each, LINEAR))
     return any(asked == "all-linear" or matches(name, asked) for name in linear)
 
 

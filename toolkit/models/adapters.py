@@ -19,6 +19,7 @@ from toolkit.models.lora_products import add_by_product
 from toolkit.models.reach import EVERYWHERE, Reach
 from toolkit.models.stored import FORMS
 from toolkit.models.stored_loading import StoredConfig
+from toolkit.models.weight_reads import kept_whole, reads_of
 from toolkit.recipe import Recipe
 from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
 from toolkit.recipe.module_names import matches, unmatched
@@ -77,7 +78,8 @@ def add_method(
     # PEFT names these two itself.
     saved = [*saved, *(name for name in heads if name not in ("score", "classifier", *saved))]
     by_layer = method.layers_to_transform and method.target_modules == "all-linear"
-    others = unadaptable(model) | linear_in(model, heads)
+    uncalled = reads_of(model.config, recipe.objective, recipe.model.trust_remote_code).uncalled
+    others = unadaptable(model, uncalled) | linear_in(model, heads)
     for name, why in others.items() if isinstance(method.target_modules, list) else ():
         if matches(name, method.target_modules):
             raise UserError(
@@ -88,7 +90,7 @@ def add_method(
         r=method.r,
         lora_alpha=method.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=method.lora_dropout,
-        target_modules=linear_modules(model) if by_layer else method.target_modules,
+        target_modules=linear_modules(model, others) if by_layer else method.target_modules,
         target_parameters=method.target_parameters or None,
         layers_to_transform=list(method.layers_to_transform) or None,
         rank_pattern=dict(method.rank_pattern),
@@ -223,21 +225,28 @@ def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: str) -> Non
         parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
-def quantization_config(recipe: Recipe, dtypes: Dtypes) -> QuantizationConfigMixin | None:
-    if recipe.method.quantization == "nf4":
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=recipe.method.double_quantization,
-            bnb_4bit_compute_dtype=getattr(torch, dtypes.compute),
-            # FSDP shards numbers of the type it computes in; bytes it would leave whole, others it would convert.
-            bnb_4bit_quant_storage=getattr(torch, dtypes.compute) if recipe.strategy.name == "fsdp" else torch.uint8,
-        )
-    if recipe.method.quantization == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
+def quantization_config(recipe: Recipe, dtypes: Dtypes, config: Any) -> QuantizationConfigMixin | None:
+    """How Transformers stores what is frozen, if in fewer bits.
+
+    Args:
+        config: The model's configuration object.
+    """
+    if recipe.method.quantization == "none":
+        return None
+    whole = kept_whole(config, recipe.objective, recipe.model.trust_remote_code)
     if recipe.method.quantization in FORMS:
-        return StoredConfig(recipe.method.quantization)
-    return None
+        return StoredConfig(recipe.method.quantization, whole)
+    if recipe.method.quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=whole or None)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=recipe.method.double_quantization,
+        bnb_4bit_compute_dtype=getattr(torch, dtypes.compute),
+        # FSDP shards numbers of the type it computes in; bytes it would leave whole, others it would convert.
+        bnb_4bit_quant_storage=getattr(torch, dtypes.compute) if recipe.strategy.name == "fsdp" else torch.uint8,
+        llm_int8_skip_modules=whole or None,
+    )
 
 
 def _freeze(model: torch.nn.Module, patterns: list[str], reach: Reach) -> None:

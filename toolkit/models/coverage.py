@@ -64,7 +64,8 @@ def require_quantized(model: Any, recipe: Recipe) -> None:
     if quantized < model_configs.QUANTIZED_SHARE * total:
         raise UserError(
             f"method.quantization={method.quantization} reaches {quantized / total:.0%} of the parameters in the "
-            f"layers of this {model.config.model_type}; the others are no linear layers and stay in 16 bits",
+            f"layers of this {model.config.model_type}; the others are no linear layers, or its code reads their "
+            "weights, and they stay in 16 bits",
             "set method.quantization=none, and strategy.name=zero3 or fsdp where one device is too small",
         )
 

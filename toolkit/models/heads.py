@@ -28,7 +28,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enable
 from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
 
 _log = logging.getLogger("toolkit.models")
-_POOLER = "pooler"
+POOLER = "pooler"
 """What encoders call the layer between their last one and the head. Masked language models come without it."""
 _UNNAMED = "LABEL_"
 """How Transformers names the labels of a config that names none."""
@@ -76,26 +76,9 @@ def head_modules(model: Any) -> list[str]:
     prefix = model.base_model_prefix
     outside = [name for name, _ in model.named_children() if name != prefix]
     # Encoders without one have None there.
-    pooler = getattr(getattr(model, prefix, None), _POOLER, None)
-    inside = [f"{prefix}.{_POOLER}"] if pooler is not None else []
+    pooler = getattr(getattr(model, prefix, None), POOLER, None)
+    inside = [f"{prefix}.{POOLER}"] if pooler is not None else []
     return [name for name in (*inside, *outside) if any(True for _ in model.get_submodule(name).parameters())]
-
-
-def names_of_head(config: Any, objective: str, trust_remote_code: bool) -> list[str]:
-    """The same of a model that is not loaded yet."""
-    with torch.device("meta"):
-        model = auto_class(objective).from_config(config, trust_remote_code=trust_remote_code)
-    return head_modules(model)
-
-
-def kept_whole(config: Any, objective: str, trust_remote_code: bool) -> list[str]:
-    """Names of modules that stay as they are where a model is stored in fewer bits: its head, and the pooler that some
-    encoders get where nothing reads it."""
-    if objective != EMBEDDING:
-        return names_of_head(config, objective, trust_remote_code)
-    with torch.device("meta"):
-        model = auto_class(objective).from_config(config, trust_remote_code=trust_remote_code)
-    return [_POOLER] if getattr(model, _POOLER, None) is not None else []
 
 
 def belongs_to_head(name: str, heads: Sequence[str]) -> bool:
@@ -117,7 +100,7 @@ def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int) -> No
     drawn = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if name in lacking or (renamed and _POOLER not in name and belongs_to_head(name, heads))
+        if name in lacking or (renamed and POOLER not in name and belongs_to_head(name, heads))
     }
     if renamed and not lacking:
         _log.warning("the model's head tells %s apart, and begins anew for %s", _listed(before), _listed(names))

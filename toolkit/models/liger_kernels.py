@@ -10,12 +10,9 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.integrations import deepspeed as zero
 
 from toolkit.models.tiny import tiny_model
 
@@ -80,8 +77,7 @@ def _apply(model: Any) -> None:
 
 def _differs(config: Any, device: torch.device | str) -> str:
     """How a tiny copy with Liger's kernels differs from one without, in fp32; empty if it does not."""
-    with _without_zero():
-        model: Any = tiny_model(copy.deepcopy(config), "sft")
+    model: Any = tiny_model(copy.deepcopy(config), "sft")
     model = model.to(device=device, dtype=torch.float32).eval()
     known = model.get_input_embeddings().num_embeddings
     ids = torch.randint(known, (2, 8), generator=torch.Generator().manual_seed(0)).to(device)
@@ -98,18 +94,6 @@ def _differs(config: Any, device: torch.device | str) -> str:
         if not distance <= _TOLERANCE:
             return f"{name} of a tiny copy differs by {distance:.2g}"
     return ""
-
-
-@contextmanager
-def _without_zero() -> Iterator[None]:
-    """Models made while this lasts are whole, also once ZeRO-3 divides each that Transformers makes."""
-    current = zero._hf_deepspeed_config_weak_ref and zero._hf_deepspeed_config_weak_ref()
-    zero.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        if current is not None:
-            zero.set_hf_deepspeed_config(current)
 
 
 def _logits_and_gradients(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:

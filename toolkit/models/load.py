@@ -28,7 +28,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     modeling_utils,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
@@ -37,7 +36,7 @@ from toolkit.data import hub
 from toolkit.data.chat_template import load_chat_template
 from toolkit.data.encode import no_embedding
 from toolkit.distributed.engines import Dtypes, loads_on_device
-from toolkit.models import attention_kernels, device, experts
+from toolkit.models import attention_kernels, device, experts, zero3_loading
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config
 from toolkit.models.blockwise import Weights
 from toolkit.models.embedding import drop_pooler
@@ -48,7 +47,6 @@ from toolkit.models.heads import (
     called,
     forget_drawn,
     head_modules,
-    names_of_head,
     with_labels,
 )
 from toolkit.models.sentence_files import POOLING, pooling_of
@@ -203,7 +201,7 @@ class ModelSource:
             "attn_implementation": attention_kernels.implementation(backend),
         }
         method = self.recipe.method
-        quantization: Any = quantization_config(self.recipe, dtypes)
+        quantization = quantization_config(self.recipe, dtypes, self.config)
         if "gguf_file" in self.location:
             if quantization:
                 raise UserError(
@@ -213,9 +211,6 @@ class ModelSource:
             # Otherwise the weights keep a quantizer that refuses to train and to save.
             arguments["quantization_config"] = GgufConfig(dequantize=True)
         elif quantization:
-            if self.recipe.headed:
-                trusted = self.recipe.model.trust_remote_code
-                quantization.llm_int8_skip_modules = names_of_head(self.config, self.recipe.objective, trusted)
             arguments["quantization_config"] = quantization
             arguments["dtype"] = getattr(torch, dtypes.compute)
         if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
@@ -253,7 +248,7 @@ class ModelSource:
             UserError: If the files cannot be read.
         """
         experts.quantize_fused()
-        quantization = quantization_config(self.recipe, dtypes)
+        quantization = quantization_config(self.recipe, dtypes, self.config)
         dtype = getattr(torch, dtypes.compute if quantization else dtypes.load)
         arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "config": self.config}
         if "gguf_file" in self.location:
@@ -339,11 +334,9 @@ def _with_all_weights(recipe: Recipe, arguments: dict[str, Any], stored: Any = N
         stored: See `ModelSource`.
     """
     arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, found = _from_pretrained(auto_class(recipe.objective), recipe, arguments)
-    if is_deepspeed_zero3_enabled():
-        # Transformers keeps all conversions of names that it knows here, not those that the files have asked for, and
-        # would save under names that these never had.
-        model._weight_conversions = [each for each in model._weight_conversions or () if each.was_used()]
+    with zero3_loading.loading():
+        model, found = _from_pretrained(auto_class(recipe.objective), recipe, arguments)
+    zero3_loading.forget_unused_names(model)
     parameters = {name for name, _ in model.named_parameters()}
     missing, other = sorted(parameters & found["missing_keys"]), sorted(found["mismatched_keys"], key=str)
     unknown = sorted(found["unexpected_keys"])

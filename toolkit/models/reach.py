@@ -7,15 +7,16 @@ them, and adapters in them would never learn.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from toolkit.models.tiny import VOCABULARY, tiny_model
+from toolkit.models.tiny import by_itself, text_batch, tiny_model
+from toolkit.models.weight_reads import any_layer, is_one_of
 
-_TOKENS = 64
 _MANY = torch.nn.ModuleList | torch.nn.ModuleDict
 
 
@@ -28,14 +29,18 @@ class Reach:
             cannot be told.
         outside: Names of modules and parameters that no text gives a gradient. Of what is repeated, as layers are,
             nothing is named: a copy has few of them.
+        fixed: Patterns of parameters that the model's code says are not trained, and that get no gradient either, such
+            as the biases of routers. Transformers loads them as those that are.
     """
 
     inside: bool = False
     outside: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
 
     def is_outside(self, name: str) -> bool:
-        """Whether a module or parameter of this name is one of `outside`, or in one."""
-        return any(name == each or name.startswith(f"{each}.") for each in self.outside)
+        """Whether a parameter of this name is one of these, or in one."""
+        apart = any(name == each or name.startswith(f"{each}.") for each in self.outside)
+        return apart or is_one_of(name, self.fixed)
 
 
 EVERYWHERE = Reach(inside=True)
@@ -50,28 +55,31 @@ def reach_of(config: Any, objective: str, trust_remote_code: bool = False) -> Re
     """
     try:
         model = tiny_model(config, objective, trust_remote_code)
-        ids = torch.arange(_TOKENS)[None] % (VOCABULARY - 8) + 4
-        pair = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-        found = model(input_ids=ids, **pair)
-        with torch.enable_grad():
+        own = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
+        for _, each in own:
+            each.requires_grad_(True)
+        with by_itself(), torch.enable_grad():
+            found = model(**text_batch(model))
             found["logits" if "logits" in found else "last_hidden_state"].sum().backward()
     except Exception:  # A model's own code may raise anything for sizes that do not fit together.
         return Reach()
-    reach = Reach(outside=(*_without_gradient(model),))
+    fixed = sorted({any_layer(name) for name, each in own if each.grad is None})
+    reach = Reach(outside=(*_without_gradient(model),), fixed=(*fixed,))
     experts = (each for name, each in model.named_modules() if name.endswith("experts"))
-    # Transformers loads parameters that the model's code does not train, as biases of routers, as those that it does.
-    missed = (name for name, each in model.named_parameters() if each.grad is None and not reach.is_outside(name))
-    return Reach(not any(isinstance(each, _MANY) for each in experts) and not any(missed), reach.outside)
+    inside = not any(isinstance(each, _MANY) for each in experts) and all(
+        each.grad is not None or reach.is_outside(name) for name, each in model.named_parameters()
+    )
+    return dataclasses.replace(reach, inside=inside)
 
 
 def _without_gradient(module: torch.nn.Module, prefix: str = "") -> Iterator[str]:
     """The outermost modules and parameters that would be trained and got no gradient."""
     for name, parameter in module.named_parameters(prefix, recurse=False):
-        if parameter.requires_grad and parameter.grad is None:
+        if parameter.grad is None:
             yield name
     for name, child in module.named_children():
-        trained = [each for each in child.parameters() if each.requires_grad]
-        if trained and all(each.grad is None for each in trained):
+        within = [*child.parameters()]
+        if within and all(each.grad is None for each in within):
             yield prefix + ("." if prefix else "") + name
         elif not isinstance(child, _MANY):
             yield from _without_gradient(child, prefix + ("." if prefix else "") + name)

@@ -22,10 +22,14 @@ _METHOD = "frozen_base"
 
 @register_quantization_config(_METHOD)
 class StoredConfig(QuantizationConfigMixin):
-    """Asks Transformers to store a model's layers in one of `stored.FORMS` while it is loaded."""
+    """Asks Transformers to store a model's layers in one of `stored.FORMS` while it is loaded.
 
-    def __init__(self, form: str, **kwargs: Any) -> None:
-        self.form = form
+    Args:
+        whole: Names of modules that stay as they are; if none, those that Transformers knows do.
+    """
+
+    def __init__(self, form: str, whole: Sequence[str] = (), **kwargs: Any) -> None:
+        self.form, self.whole = form, [*whole]
         self.quant_method = _METHOD  # type: ignore[assignment]
 
 
@@ -41,7 +45,9 @@ class _Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         form = self.quantization_config.form
-        kept = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        kept = self.get_modules_to_not_convert(
+            model, self.quantization_config.whole or None, model._keep_in_fp32_modules
+        )
         for path, module in list(model.named_modules()):
             if not should_convert_module(path, kept):
                 continue

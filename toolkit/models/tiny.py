@@ -7,16 +7,20 @@ Sizes are known by the names that configs give them; what else makes an architec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
+from transformers.integrations import deepspeed as zero
 
 from toolkit.models.heads import auto_class
 
 VOCABULARY = 128
 _HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
+_TOKENS = 64
 
 _SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "src_vocab_size", "tgt_vocab_size"), VOCABULARY),
@@ -66,14 +70,36 @@ def tiny_model(config: Any, objective: str, trust_remote_code: bool = False) -> 
     """
     kind = auto_class(objective)
     small = type(config)(**shrink(config.to_dict()))
-    with torch.random.fork_rng(devices=[]):
+    with by_itself(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: PreTrainedModel = kind.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
         with torch.no_grad():
             for parameter in model.parameters():
                 # Biases of zero and gains of one would hide what they do.
                 parameter.add_(0.05 * torch.randn_like(parameter))
+    for each in {id(one): one for one in (model.config, model.config.get_text_config())}.values():
+        each.use_cache = False  # Of hybrid models with layers of one kind alone, Transformers can make none.
     return model.eval()
+
+
+def text_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A row of text for a tiny model, in pairs for an encoder-decoder."""
+    ids = torch.arange(_TOKENS)[None] % (VOCABULARY - 8) + 4
+    return {"input_ids": ids, "decoder_input_ids": ids} if model.config.is_encoder_decoder else {"input_ids": ids}
+
+
+@contextlib.contextmanager
+def by_itself() -> Iterator[None]:
+    """Models that are made and run in it are whole and on the CPU, whatever is set for those that are trained: ZeRO-3
+    would divide each that Transformers makes, plans put theirs on `meta`."""
+    current = zero._hf_deepspeed_config_weak_ref and zero._hf_deepspeed_config_weak_ref()
+    zero.unset_hf_deepspeed_config()
+    try:
+        with _disable_current_modes(), torch.device("cpu"):
+            yield
+    finally:
+        if current is not None:
+            zero.set_hf_deepspeed_config(current)
 
 
 def shrink(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,11 +97,11 @@ def reach_of(recipe: Recipe, source: ModelSource, rendezvous: Rendezvous) -> Rea
         found = Reach(found.inside and not found.outside)  # An adapter says itself which layers it is for.
 
     def judge(every: Mapping[int, list[Any]]) -> list[Any]:
-        insides, outsides = zip(*every.values(), strict=True)
-        return [all(insides), sorted(set.intersection(*map(set, outsides)))]
+        insides, *lists = zip(*every.values(), strict=True)
+        return [all(insides), *(sorted(set.intersection(*map(set, each))) for each in lists)]
 
-    inside, outside = rendezvous.exchange("reach", [found.inside, found.outside], judge)
-    return Reach(inside, tuple(outside))
+    inside, outside, fixed = rendezvous.exchange("reach", [found.inside, found.outside, found.fixed], judge)
+    return Reach(inside, tuple(outside), tuple(fixed))
 
 
 def has_liger(rendezvous: Rendezvous) -> bool:

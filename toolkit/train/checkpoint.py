@@ -148,16 +148,21 @@ def check_readable(checkpoint: Path, recipe: Recipe, world_size: int) -> None:
     saved, now = read_seal(checkpoint), writer(recipe, world_size)
     if _form(saved) == _form(now):
         return
-    traits, reason = recipe.optimizer.traits, ""
+    reason = ""
     if "nvme" in (saved.get("offload_optimizer"), now.get("offload_optimizer"), recipe.strategy.offload_param):
         reason = "what lies on NVMe drives is read where it was written"
-    elif not traits.divisible or recipe.optimizer.args.get("optim_bits") == 8:
-        reason = f"optimizer.name={traits.name} keeps what cannot be divided otherwise than it was"
+    elif not divides_anew(recipe):
+        reason = f"optimizer.name={recipe.optimizer.traits.name} keeps what cannot be divided otherwise than it was"
     if reason:
         raise UserError(
             f"{checkpoint} was saved by {_described(saved)}; {_described(now)} cannot read it: {reason}",
             f"continue with {_described(saved)}, or start anew beside it with checkpoint.resume=never",
         )
+
+
+def divides_anew(recipe: Recipe) -> bool:
+    """Whether what the optimizer keeps can be divided otherwise than it was."""
+    return recipe.optimizer.traits.divisible and recipe.optimizer.args.get("optim_bits") != 8
 
 
 def conversion(checkpoint: Path, recipe: Recipe, world_size: int) -> str:

@@ -244,7 +244,7 @@ def _into_zero(trainer: Any, zero: Any, flats: list[_Flat], saved: SavedState, c
     state: dict[int, dict[str, Any]] = {}
     for number, flat in enumerate(flats):
         flat.filled(flat.master.data, MASTER, saved)
-        first = next(iter(flat.held))
+        first = next((name for name in flat.held if saved.kinds(name)), next(iter(flat.held)))
         kept = {kind: flat.filled(torch.zeros_like(flat.master.data), kind, saved) for kind in saved.kinds(first)}
         state[number] = saved.rest(first) | kept
     own = zero.state_dict()

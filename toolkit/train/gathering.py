@@ -127,9 +127,10 @@ def unshard_trained_head(model: Any, inputs: Any) -> None:
     norm accelerate does not find, the head is a unit by itself, which TRL's loss reads without calling it: it would
     gather the weight, but not sum its gradient over the processes."""
     head = model.get_output_embeddings()
+    sharded = isinstance(head, FSDPModule)
     # Of a divided head the loss takes this process's part, where TRL would gather all of a sharded one.
-    read = isinstance(head, FSDPModule) and (head.weight.requires_grad or hasattr(head, "vocabulary_part"))
-    if read and not any(_unit(each) is _unit(head) for each in model.modules() if each is not head):
+    read = any(each.requires_grad for each in head.parameters()) or hasattr(head, "vocabulary_part")
+    if sharded and read and not any(_unit(each) is _unit(head) for each in model.modules() if each is not head):
         head.unshard()
 
 

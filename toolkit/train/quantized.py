@@ -24,9 +24,10 @@ from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
 from toolkit.models import attention, packed_int4
 from toolkit.models.embedding import drop_pooler
-from toolkit.models.heads import auto_class, kept_whole
+from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
 from toolkit.models.sentence_files import write_modules
+from toolkit.models.weight_reads import kept_whole
 from toolkit.recipe import model_configs
 from toolkit.recipe.load import load_resolved
 from toolkit.train import gguf
@@ -197,9 +198,7 @@ class _Exporting:
             self._settings["gguf_file"] = gguf.FILE
             return saved
         recipe, config = self._source.recipe, FORMATS[self._form].config
-        kept: list[str] = []
-        if recipe.headed:
-            kept = kept_whole(self._source.config, recipe.objective, recipe.model.trust_remote_code)
+        kept = kept_whole(self._source.config, recipe.objective, recipe.model.trust_remote_code)
         quantization = {"quantization_config": config(self._dtype, kept)} if config else {}
         model = self._loaded(whole, **quantization)
         # Before the first pass: on CPUs bitsandbytes then repacks weights, with scales of 16 bits.

@@ -79,6 +79,9 @@ class SavedState:
         Raises:
             UserError: If the checkpoint lacks some of them.
         """
+        if kind != MASTER and not self.kinds(name):
+            into.zero_()  # It never had a gradient.
+            return
         missing, end = into.numel(), start + into.numel()
         for first, count, read in self._ranges[name][kind]:
             low, high = max(start, first), min(end, first + count)
@@ -206,6 +209,20 @@ class SavedState:
             for kind, value in held.items():
                 self._add(self._ranges, named[number], kind, value)
         self._groups = [({named[number] for number in each["params"]}, each) for each in optimizer["param_groups"]]
+
+
+def lacks_state(checkpoint: Path) -> bool:
+    """Whether FSDP's optimizer had state of some of its parameters and none of others, which never got a gradient: what
+    torch does not read."""
+    if (checkpoint / "optimizer_0").is_dir():
+        saved = [(*path[1:], pieces) for path, pieces in _sharded(checkpoint / "optimizer_0")]
+        held = {item for section, item, _, _ in saved if section == "state"}
+        named = [name for section, _, kind, pieces in saved if (section, kind) == ("param_groups", "params")
+                 for name in pieces[0][2]()]  # fmt: skip
+    else:
+        optimizer = _load(checkpoint / "optimizer.bin")
+        held, named = {*optimizer["state"]}, [name for group in optimizer["param_groups"] for name in group["params"]]
+    return bool(held) and not held.issuperset(named)
 
 
 def _no_ranges() -> _Ranges:

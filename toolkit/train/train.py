@@ -46,12 +46,13 @@ from toolkit.report.terminal import Progress, prompts_before_after
 from toolkit.seal import contents
 from toolkit.train import preflight
 from toolkit.train.callbacks import Meter
-from toolkit.train.checkpoint import conversion, not_changed
+from toolkit.train.checkpoint import conversion, divides_anew, not_changed
 from toolkit.train.finite import check_weights
 from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
 from toolkit.train.run_folder import RunFolder, claim_together, now
 from toolkit.train.save import as_saved, publish
+from toolkit.train.saved_state import lacks_state
 from toolkit.train.selection import Chosen
 from toolkit.train.session import Session
 from toolkit.train.setup import Callbacks, set_up
@@ -146,6 +147,8 @@ def _train(
                 session.trainer.converts = True
                 progress.message(said)
             with only_data(resume_from), _not_collected():
+                if resume_from and recipe.strategy.name == "fsdp" and divides_anew(recipe):
+                    session.trainer.converts = session.trainer.converts or lacks_state(resume_from)
                 session.trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
             session.trainer.saves.end(needed=callbacks.stop.stopped)
             if callbacks.stop.stopped:

@@ -7,6 +7,7 @@ is something that checkpoints are made of, or reading ends. `weights_only=True` 
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import sys
@@ -39,8 +40,14 @@ _NAMES = {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
-    # What processes tell each other of what they read.
+    # What processes tell each other of what they read, or of why they could not.
+    "builtins": {
+        name for name, each in vars(builtins).items() if isinstance(each, type) and issubclass(each, Exception)
+    },
+    "toolkit.common": {"UserError"},
+    "torch.distributed.checkpoint.api": {"CheckpointException"},
     "torch.distributed.checkpoint.planner": {"LoadItemType", "LoadPlan", "ReadItem"},
+    "traceback": {"FrameSummary", "StackSummary"},
     "torch.nn.parameter": {"Parameter"},
     "torch.serialization": {"_get_layout"},
     # Reads a pickle inside of a pickle, which is watched like the one around it.

@@ -220,7 +220,7 @@ def _shorten(config: Any, depth: int, encoder: bool) -> None:
 
 
 def _quantize(model: Any, recipe: Recipe, types: Dtypes) -> None:
-    wanted = quantization_config(recipe, types)
+    wanted = quantization_config(recipe, types, model.config)
     if wanted is None:
         return
     experts.quantize_fused()

@@ -55,7 +55,6 @@ def _contradicts(recipe: Recipe) -> bool:
 
 
 _ZERO3_FAULTS = {
-    "rwkv": "Transformers asks for the shapes of weights that are divided already",
     "recurrent_gemma": "DeepSpeed turns the factor of its embeddings from bf16 to fp32",
     "gemma3n": "its backward pass needs parameters that DeepSpeed has released",
 }

@@ -1,0 +1,84 @@
+"""Layers whose weights a model's code reads are not stored in fewer bits, nor given adapters that never learn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import models_doc
+import pytest
+import torch
+from harness import write_recipe
+from small import RECIPE, dequantized, logits_of
+from tiny import chat_rows, tiny_kind
+
+from toolkit.distributed.engines import dtypes
+from toolkit.models.adapters import add_method
+from toolkit.models.coverage import is_quantized
+from toolkit.models.load import ModelSource
+from toolkit.models.weight_reads import Reads, kept_whole, reads_of
+from toolkit.recipe.rules import load_checked
+
+INDEXER = (r"model\.layers\.\d+\.self_attn\.indexer\.weights_proj",)
+STEP = (r"model\.layers\.\d+\.mamba\.dt_proj",)
+COEFFICIENTS = tuple(rf"model\.layers\.\d+\.altup\.{each}_coefs" for each in ("correction", "prediction"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "objective", "reads"),
+    [
+        ("llama", "sft", Reads()),
+        ("t5gemma", "seq2seq", Reads()),
+        # It casts what comes before the layer to the type of its weight.
+        ("deepseek_v32", "sft", Reads(INDEXER)),
+        # It multiplies by the weight.
+        ("jamba", "sft", Reads(STEP, STEP)),
+        # It changes weights in training.
+        ("gemma3n_text", "sft", Reads(COEFFICIENTS)),
+    ],
+)
+def test_reads_are_asked_of_a_tiny_copy(kind: str, objective: str, reads: Reads) -> None:
+    assert reads_of(models_doc.stated(kind, objective), objective) == reads
+
+
+def test_layers_that_are_read_stay_beside_the_head() -> None:
+    config = models_doc.stated("longt5", "seq2seq")
+    kept = kept_whole(config, "seq2seq", trust_remote_code=False)
+    layers = config.num_layers + config.num_decoder_layers
+    assert len([name for name in kept if name.endswith(".wo")]) == layers and "lm_head" in kept
+    assert kept_whole(models_doc.stated("llama", "sft"), "sft", trust_remote_code=False) == []
+
+
+def loaded(kind: str, form: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A recipe and its model in a form of fewer bits."""
+    monkeypatch.chdir(place)
+    (place / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)), encoding="utf-8")
+    write_recipe(place, "small", RECIPE)
+    folder = tiny_kind(models_doc.stated(kind, "sft"), place / kind)
+    keys = [f"model.path={folder}", "method.name=lora", f"method.quantization={form}", "method.lora_dropout=0"]
+    recipe = load_checked("small", keys).recipe
+    model = ModelSource.open(recipe).load(dtypes(recipe), "eager")
+    model.config.use_cache = False
+    return recipe, model
+
+
+@pytest.mark.parametrize("form", ["nf4", "fp8"])
+@pytest.mark.parametrize("kind", ["deepseek_v32", "jamba", "gemma3n_text"])
+def test_a_quantized_model_computes_what_its_weights_stand_for(
+    kind: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = loaded(kind, form, tmp_path, monkeypatch)
+    row = {"input_ids": [5, 9, 12, 7, 20, 33, 41, 8]}
+    found = logits_of(model.train(), row)
+    assert any(is_quantized(each) for each in model.parameters())
+    torch.testing.assert_close(found, logits_of(dequantized(model), row), rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_is_not_called_gets_no_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, model = loaded("jamba", "none", tmp_path, monkeypatch)
+    adapted = add_method(model, recipe, dtypes(recipe))
+    names = [name for name, _ in adapted.named_parameters() if "lora_A" in name]
+    assert names and not any("dt_proj" in name for name in names)
+    adapted(input_ids=torch.arange(5, 13)[None]).logits.sum().backward()
+    assert all(each.grad is not None for name, each in adapted.named_parameters() if "lora_B" in name)

@@ -1,0 +1,39 @@
+"""What Transformers loads into divided parameters is what it loads elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import models_doc
+import pytest
+import torch
+from harness import losses, write_recipe
+from ranks import Ranks
+from safetensors.torch import load_file
+from small import RECIPE
+from tiny import chat_rows, tiny_kind
+
+from toolkit.train.main import main
+
+
+@pytest.mark.parametrize("kind", ["rwkv", "deepseek_v4"])
+def test_zero3_trains_and_publishes_what_one_process_does(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
+) -> None:
+    """RWKV asks for the shapes of weights that were loaded; a renaming of DeepSeek V4 fits a name that stays."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)), encoding="utf-8")
+    write_recipe(tmp_path, "small", RECIPE)
+    model = tiny_kind(models_doc.stated(kind, "sft"), tmp_path / kind)
+    asked = [f"model.path={model}", "optimizer.name=sgd", "optimizer.learning_rate=0.1", "batch.micro_batch_size=1"]
+    assert main(["recipe=small", "output.name=alone", *asked]) == 0
+    asked += ["output.name=two", "strategy.name=zero3"]
+    done = ranks.run(tmp_path, "recipe=small", *asked, processes=2, entry="cpu_engines")
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, two = tmp_path / "runs" / "alone", tmp_path / "runs" / "two"
+    assert losses(two) == pytest.approx(losses(alone), rel=2e-6)
+    files = [load_file(run / "final" / "model.safetensors") for run in (alone, two)]
+    assert {*files[0]} == {*files[1]}
+    for name, each in files[0].items():
+        torch.testing.assert_close(files[1][name], each, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,138 @@
+"""Linear layers whose weights a model's own code reads, asked of a tiny copy of it.
+
+A layer that is stored in fewer bits computes what it did; who reads its weight finds bytes. Such code does not fail: it
+casts what comes before the layer to the type of bytes (LongT5, the indexers of DeepSeek V3.2), or multiplies by the
+weight without calling the layer, of whose adapter it then knows nothing (Jamba).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from toolkit.models.heads import POOLER, auto_class, head_modules
+from toolkit.models.tiny import by_itself, text_batch, tiny_model
+from toolkit.recipe.heads import EMBEDDING, HEADED
+
+LINEAR = (torch.nn.Linear, Conv1D)
+_HARMLESS = ("device", "requires_grad", "is_cuda", "is_cpu", "is_meta")
+"""What may be asked of a weight in any form."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Regular expressions of whole names of linear layers.
+
+    Args:
+        read: Their weight is read by something else than the layer itself.
+        uncalled: These are never called at all.
+    """
+
+    read: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
+
+
+def kept_whole(config: Any, objective: str, trust_remote_code: bool) -> list[str]:
+    """Names of modules that stay as they are where a model is stored in fewer bits: its head, the pooler that some
+    encoders get where nothing reads it, and linear layers whose weights are read; none where that is what libraries
+    keep anyway, the head for the vocabulary."""
+    read, headed = reads_of(config, objective, trust_remote_code).read, objective in HEADED
+    if not (read or headed):
+        return []
+    with torch.device("meta"):
+        model = auto_class(objective).from_config(config, trust_remote_code=trust_remote_code)
+    names = [name for name, each in model.named_modules() if isinstance(each, LINEAR) and is_one_of(name, read)]
+    if objective == EMBEDDING:
+        return [*names, *([POOLER] if getattr(model, POOLER, None) is not None else [])]
+    return [*names, *(head_modules(model) if headed else get_keys_to_not_convert(model))]
+
+
+def is_one_of(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name is meant by one of the patterns of `Reads`."""
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def reads_of(config: Any, objective: str, trust_remote_code: bool = False) -> Reads:
+    """What an architecture's code reads, in training and evaluation; nothing where that cannot be told.
+
+    Args:
+        config: The model's configuration object.
+        objective: As in the recipe.
+    """
+    return _ask(_Hashed(config, repr(sorted(config.to_dict().items(), key=str))), objective, trust_remote_code)
+
+
+@dataclass(frozen=True)
+class _Hashed:
+    config: Any = field(compare=False)
+    text: str
+
+
+@functools.lru_cache
+def _ask(hashed: _Hashed, objective: str, trust_remote_code: bool) -> Reads:
+    try:
+        model = tiny_model(hashed.config, objective, trust_remote_code)
+        layers = {name: each for name, each in model.named_modules() if isinstance(each, LINEAR)}
+        read, called = set[str](), set[str]()
+        for name, layer in layers.items():
+            _watch(layer, functools.partial(read.add, name), functools.partial(called.add, name))
+        with by_itself(), torch.no_grad():
+            for training in (True, False):
+                model.train(training)(**text_batch(model))
+    except Exception:  # A model's own code may raise anything for sizes that do not fit together.
+        return Reads()
+    return Reads(*(tuple(sorted({*map(any_layer, names)})) for names in (read, read - called)))
+
+
+def any_layer(name: str) -> str:
+    """A pattern of the same layer's name whatever number it, or an expert's, has."""
+    return re.sub(r"(?<=\.)\d+(?=\\\.|$)|(?<=_)\d+(?=\\\.)", r"\\d+", re.escape(name))
+
+
+def _watch(layer: Any, note_read: Callable[[], None], note_call: Callable[[], None]) -> None:
+    """Has a layer tell when it is called, and when its weight is used outside of that."""
+    plain = type(layer)
+    inside = [False]
+
+    class Watched(plain):  # type: ignore[misc, valid-type]
+        def __getattr__(self, name: str) -> Any:
+            value = super().__getattr__(name)
+            if name != "weight" or inside[0] or value is None:
+                return value
+            told = value.as_subclass(_Told)
+            told.note = note_read
+            return told
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            note_call()
+            inside[0] = True
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                inside[0] = False
+
+    layer.__class__ = Watched
+
+
+class _Told(torch.Tensor):
+    """A weight that tells what is made of it."""
+
+    note: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in ("__get__", "__set__"):
+            name = function.__self__.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            for each in args if name not in _HARMLESS else ():
+                if isinstance(each, _Told):
+                    each.note()
+            return function(*args, **(kwargs or {}))
