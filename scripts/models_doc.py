@@ -12,7 +12,7 @@ import functools
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from toolkit.models.adapters import keep_unpacked
 from toolkit.models.head_choice import add_output_head, asks_routers, choose
 from toolkit.models.stored_loading import StoredConfig
 from toolkit.models.tiny import tiny_model
-from toolkit.models.weight_reads import kept_whole, reads_of
+from toolkit.models.weight_reads import Reads, kept_whole, reads_of
 from toolkit.output import quiet_libraries
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.passes import run
@@ -165,7 +165,7 @@ def look(kind: str, objective: str = "sft") -> Architecture:
         whole = kept_whole(config, objective, trust_remote_code=False)
         nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=whole or None)
         in_fp8, quantised = (_quantised(model, batch, settings) for settings in (StoredConfig("fp8", whole), nf4))
-        reached = _reached(model, batch, reads_of(config, objective).uncalled)
+        reached = _reached(model, batch, reads_of(config, objective))
         assert (quantised == "refused") == model_configs.reads_weights(config.to_dict()), kind
         assert in_fp8 == ("refused" if model_configs.reads_weights(config.to_dict(), "fp8") else quantised), kind
         attention_kernels.find_documents(by_positions=True)
@@ -300,10 +300,10 @@ def _quantised(model: Any, batch: dict[str, torch.Tensor], settings: Any) -> str
     return _share(quantised, sum(_matrices(model).values()))
 
 
-def _reached(model: Any, batch: dict[str, torch.Tensor], uncalled: Sequence[str]) -> str:
+def _reached(model: Any, batch: dict[str, torch.Tensor], reads: Reads) -> str:
     """How much of the layers' matrices adapters reach that train."""
     matrices = _matrices(model)
-    settings = LoraConfig(target_modules="all-linear", exclude_modules=[*unadaptable(model, uncalled)] or None)
+    settings = LoraConfig(target_modules="all-linear", exclude_modules=[*unadaptable(model, reads)] or None)
     try:
         adapted: Any = get_peft_model(model, settings)
     except Exception:

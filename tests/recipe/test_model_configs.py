@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,19 @@ def test_architectures_that_are_named_are_those_of_transformers() -> None:
     tried = " ".join(names for each in outcomes for names in each.values()).split()
     named = (*tried, *model_configs._ENCODERS, *model_configs._READING, *model_configs._SEPARATE_EXPERTS)
     assert set(named) <= set(CONFIG_MAPPING_NAMES)
+
+
+@pytest.mark.matrix
+def test_architectures_that_keep_activations_are_those_of_transformers() -> None:
+    from transformers.models.auto import modeling_auto
+
+    found = set()
+    for objective in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION"):
+        classes: Any = getattr(modeling_auto, f"MODEL_FOR_{objective}_MAPPING")
+        for config in classes:
+            with contextlib.suppress(ValueError):  # Some are named that are not there.
+                found |= set() if classes[config].supports_gradient_checkpointing else {config.model_type}
+    assert found == {*model_configs._KEEPS_ACTIVATIONS}
 
 
 def test_experts_that_peft_adapts_as_layers_are_those_of_its_tables() -> None:

@@ -79,6 +79,7 @@ def _populate() -> None:
     for name, config in (
         ("falcon", {"model_type": "falcon"}),
         ("recurrent_gemma", {"model_type": "recurrent_gemma"}),
+        ("ctrl", {"model_type": "ctrl"}),
         ("mamba", {"model_type": "mamba", "num_hidden_layers": 2}),
         ("mixture", {"model_type": "deepseek_v3", "n_routed_experts": 8}),
         *((name, {"model_type": "llama"}) for name in ("existing", "both", "rounded", "complex")),

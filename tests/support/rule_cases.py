@@ -187,6 +187,11 @@ CASES = [
         ["activation_checkpointing={mode: elementwise, every_n_layers: 2}"],
         ["~activation_checkpointing.every_n_layers"],
     ),
+    (
+        "checkpointing-architecture",
+        ["model=ctrl", "activation_checkpointing.mode=full"],
+        ["activation_checkpointing.mode=none"],
+    ),
     ("elementwise-off", [*ELEMENTWISE, "compile='off'"], ["compile=auto"]),
     ("elementwise-off", [*ELEMENTWISE, "compile='off'"], FULL_RECOMPUTATION),
     ("elementwise-unfit", [*ELEMENTWISE, TILES], FULL_RECOMPUTATION),

@@ -56,7 +56,7 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
 
     def keep(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         embedded.append(output.requires_grad_())
-        return embedded[-1]
+        return output.clone()  # Code may write into what it got, as CTRL's does, but not into a leaf.
 
     handle = embeddings.register_forward_hook(keep)
     training = model.training

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from toolkit.common import UserError
 from toolkit.models.heads import belongs_to_head
-from toolkit.models.weight_reads import LINEAR, is_one_of
+from toolkit.models.weight_reads import LINEAR, Reads, is_one_of
 from toolkit.recipe.module_names import adapter_patterns, matches, meant
 from toolkit.recipe.sections import Method
 
@@ -30,12 +30,12 @@ def linear_modules(model: PreTrainedModel, others: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in linear if model.get_submodule(name) is not head})
 
 
-def unadaptable(model: PreTrainedModel, uncalled: Sequence[str]) -> dict[str, str]:
+def unadaptable(model: PreTrainedModel, reads: Reads) -> dict[str, str]:
     """Names of linear layers that get no adapter, and why not: of some classes that compute something else as well or
     instead, such as routers that return what they chose, and of those that are not called.
 
     Args:
-        uncalled: See `weight_reads.Reads`; beside these kernels call some of Mamba's by their weights.
+        reads: What the model's code does on a CPU; beside that, kernels read the weights of some of Mamba's.
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
@@ -47,8 +47,10 @@ def unadaptable(model: PreTrainedModel, uncalled: Sequence[str]) -> dict[str, st
                 _check_lora_target_modules_mamba(settings, model, name.rpartition(".")[2])
             except ValueError:
                 found[name] = f"kernels of {model.config.model_type} read its weight without calling it"
-            if is_one_of(name, uncalled):
+            if is_one_of(name, reads.uncalled):
                 found[name] = f"{model.config.model_type} reads its weight without calling it"
+            if is_one_of(name, reads.renamed):
+                found[name] = "PEFT would read its adapter back under another name"
             if not _maps_rows(each):
                 found[name] = "it returns something else than a matrix product"
     return found
@@ -65,9 +67,11 @@ def _maps_rows(layer: torch.nn.Linear) -> bool:
     if type(layer).forward is torch.nn.Linear.forward or type(layer).__module__.startswith(known):
         return True
     twin = copy.copy(layer)
+    # Under ZeRO-3 a parameter itself is empty.
+    shapes = {name: getattr(each, "ds_shape", getattr(each, "shape", None)) for name, each in layer._parameters.items()}
     twin._parameters = {
-        name: each if each is None else torch.nn.Parameter(torch.empty(each.shape, device="meta"), requires_grad=False)
-        for name, each in layer._parameters.items()
+        name: shape if shape is None else torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        for name, shape in shapes.items()
     }
     try:
         with _disable_current_modes():

@@ -78,8 +78,8 @@ def add_method(
     # PEFT names these two itself.
     saved = [*saved, *(name for name in heads if name not in ("score", "classifier", *saved))]
     by_layer = method.layers_to_transform and method.target_modules == "all-linear"
-    uncalled = reads_of(model.config, recipe.objective, recipe.model.trust_remote_code).uncalled
-    others = unadaptable(model, uncalled) | linear_in(model, heads)
+    reads = reads_of(model.config, recipe.objective, recipe.model.trust_remote_code)
+    others = unadaptable(model, reads) | linear_in(model, heads)
     for name, why in others.items() if isinstance(method.target_modules, list) else ():
         if matches(name, method.target_modules):
             raise UserError(

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.common import UserError
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32
 from toolkit.models.coverage import is_quantized
 from toolkit.models.stored import Stored
@@ -76,7 +77,13 @@ class Weights:
                 # Which would move it to where the base is: nowhere.
                 layer._move_adapter_to_device_of_base_layer = lambda *_, **__: None
             saved = load_peft_weights(str(folder), device="cpu")
-            set_peft_model_state_dict(adapted, saved, name, low_cpu_mem_usage=True)
+            found: Any = set_peft_model_state_dict(adapted, saved, name, low_cpu_mem_usage=True)
+            if lacking := [each for each in found.missing_keys if "lora_" in each]:
+                raise UserError(
+                    f"{folder} lacks {len(lacking)} weights of its adapters, or has them under other names, such as "
+                    f"{lacking[0]}",
+                    "read it with the versions of PEFT and Transformers that saved it (manifest.json names them)",
+                )
         adapted.base_model.set_adapter(list(weights), inference_mode=True)
         for layer in layers:
             for name, scale in getattr(layer, "scaling", {}).items():  # Trained rows of tokens have none.

@@ -269,7 +269,9 @@ class ModelSource:
                 buffer.copy_(files[name])
         if self.vocab_size != self._saved_vocab_size:
             model.resize_token_embeddings(self.vocab_size, mean_resizing=False)
-        return Weights(files, model, AutoHfQuantizer.from_config(quantization) if quantization else None)
+        # For files that are quantized already, experts of Llama 4 would be laid out otherwise.
+        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False) if quantization else None
+        return Weights(files, model, quantizer)
 
     def restore_config(self, model: PreTrainedModel) -> None:
         """Undoes what trainers change in a model's config: caches are switched off, routers return their logits."""

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from toolkit.models.heads import POOLER, auto_class, head_modules
 from toolkit.models.tiny import by_itself, text_batch, tiny_model
+from toolkit.recipe import model_configs
 from toolkit.recipe.heads import EMBEDDING, HEADED
 
 LINEAR = (torch.nn.Linear, Conv1D)
@@ -33,25 +35,33 @@ class Reads:
     Args:
         read: Their weight is read by something else than the layer itself.
         uncalled: These are never called at all.
+        renamed: Of the adapters of these PEFT reads another name than it writes: a renaming of the model's own weights,
+            which it applies to adapters, fits the new name as well (Laguna's shared experts).
     """
 
     read: tuple[str, ...] = ()
     uncalled: tuple[str, ...] = ()
+    renamed: tuple[str, ...] = ()
 
 
 def kept_whole(config: Any, objective: str, trust_remote_code: bool) -> list[str]:
     """Names of modules that stay as they are where a model is stored in fewer bits: its head, the pooler that some
-    encoders get where nothing reads it, and linear layers whose weights are read; none where that is what libraries
-    keep anyway, the head for the vocabulary."""
+    encoders get where nothing reads it, routers, and linear layers whose weights are read; none where that is what
+    libraries keep anyway, the head for the vocabulary."""
     read, headed = reads_of(config, objective, trust_remote_code).read, objective in HEADED
-    if not (read or headed):
+    experts = model_configs.experts(config.to_dict())[0]
+    if not (read or headed or experts > 1):
         return []
     with torch.device("meta"):
         model = auto_class(objective).from_config(config, trust_remote_code=trust_remote_code)
-    names = [name for name, each in model.named_modules() if isinstance(each, LINEAR) and is_one_of(name, read)]
+    linear = {name: each for name, each in model.named_modules() if isinstance(each, LINEAR)}
+    routers = (name for name, each in linear.items() if experts > 1 and each.weight.shape[0] == experts)
+    names = sorted({*routers, *(name for name in linear if is_one_of(name, read))})
     if objective == EMBEDDING:
         return [*names, *([POOLER] if getattr(model, POOLER, None) is not None else [])]
-    return [*names, *(head_modules(model) if headed else get_keys_to_not_convert(model))]
+    if headed:
+        return [*names, *head_modules(model)]
+    return [*names, *get_keys_to_not_convert(model)] if names else []
 
 
 def is_one_of(name: str, patterns: Iterable[str]) -> bool:
@@ -88,7 +98,24 @@ def _ask(hashed: _Hashed, objective: str, trust_remote_code: bool) -> Reads:
                 model.train(training)(**text_batch(model))
     except Exception:  # A model's own code may raise anything for sizes that do not fit together.
         return Reads()
-    return Reads(*(tuple(sorted({*map(any_layer, names)})) for names in (read, read - called)))
+    sets = read, read - called, _renamed(tiny_model(hashed.config, objective, trust_remote_code))
+    return Reads(*(tuple(sorted({*map(any_layer, names)})) for names in sets))
+
+
+def _renamed(model: Any) -> set[str]:
+    """Layers whose adapters do not come back from what PEFT saves."""
+    if get_checkpoint_conversion_mapping(model.config.model_type) is None:
+        return set()
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    try:
+        with by_itself():
+            adapted = get_peft_model(model, LoraConfig(r=1, target_modules="all-linear"))
+            found: Any = set_peft_model_state_dict(adapted, get_peft_model_state_dict(adapted))
+    except Exception:  # Where PEFT takes no layers of a model, or another kind of it.
+        return set()
+    adapters = (name for name in found.missing_keys if ".lora_A." in name)
+    return {name.removeprefix("base_model.model.").partition(".lora_A.")[0] for name in adapters}
 
 
 def any_layer(name: str) -> str:

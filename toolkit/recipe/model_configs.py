@@ -59,6 +59,12 @@ _NO_LINEAR_LAYERS = ("ctrl", "gpt-sw3", "gpt2", "gpt_neox_japanese", "openai-gpt
 """Architectures of Transformers 5.23 whose layers have none of `torch.nn.Linear`, or are not marked as layers."""
 _READING = ("longcat_flash", "mamba")
 """Architectures of Transformers 5.23 whose code multiplies by the weight of a linear layer instead of calling it."""
+_KEEPS_ACTIVATIONS = (
+    *("albert", "bros", "cpmant", "ctrl", "flaubert", "fsmt", "funnel", "gpt_neox_japanese", "granite_speech"),
+    *("granite_speech_plus", "ibert", "jetmoe", "layoutlmv2", "layoutlmv3", "markuplm", "mpnet", "openai-gpt"),
+    *("perceiver", "reformer", "squeezebert", "xlm", "xlnet"),
+)
+"""Architectures of Transformers 5.23 whose layers it does not compute again in the backward pass."""
 _MOST_ADDED = 2**17
 """Twice as many as tokenizers for speech have. Transformers takes a second for 20,000, and copies them all."""
 
@@ -245,6 +251,11 @@ def adapts_experts(targets: str | Collection[str], config: Mapping[str, Any]) ->
     """Whether PEFT takes some of these target modules for fused experts; `all-linear` means them too."""
     names = _EXPERTS_AS_LAYERS.get(text_config(config).get("model_type") or "", ())
     return bool(fused_experts(config) and names) and (targets == "all-linear" or not set(names).isdisjoint(targets))
+
+
+def keeps_activations(config: Mapping[str, Any]) -> bool:
+    """Whether Transformers computes none of the model's layers again in the backward pass."""
+    return bool({config.get("model_type"), text_config(config).get("model_type")} & {*_KEEPS_ACTIVATIONS})
 
 
 def reads_weights(config: Mapping[str, Any], stored: str = "nf4") -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from toolkit.common import PAGED, UserError, brief, in_a_line, on_screen, printable
+from toolkit.common import PAGED, UserError, brief, first_line, in_a_line, on_screen, printable
 from toolkit.data.audit import Audit
 from toolkit.distributed.engines import dtypes
 from toolkit.files import read_file
@@ -35,9 +36,7 @@ def load_trained(run: Path) -> tuple[ModelSource, Any, Any]:
     source, final = opened(run), final_model(run)
     recipe = source.recipe
     if recipe.method.name == "lora":
-        from peft import PeftModel
-
-        model: Any = PeftModel.from_pretrained(load_base(source), str(final)).eval()
+        model = _with_adapter(source, str(final))
     else:
         saved = {"model.path": str(final), "model.gguf_file": None, "model.revision": None}
         model = load_base(ModelSource.open(recipe.with_values(saved)))
@@ -86,9 +85,22 @@ def load_begun(run: Path) -> Any:
             f"{run} went on from the adapter {earlier}, which {'is another one now' if files else 'is gone'}",
             "restore it, or leave out what the run began with: before=false",
         )
+    return _with_adapter(source, earlier)
+
+
+def _with_adapter(source: ModelSource, folder: str) -> Any:
+    """The model with a saved adapter, all of whose layers must be there: PEFT warns, and leaves those as they begin."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(load_base(source), earlier).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys")
+        try:
+            return PeftModel.from_pretrained(load_base(source), folder).eval()
+        except UserWarning as warning:
+            raise UserError(
+                f"{folder} lacks weights of its adapters, or has them under other names: {first_line(warning)}",
+                "read it with the versions of PEFT and Transformers that saved it (manifest.json names them)",
+            ) from warning
 
 
 def load_base(source: ModelSource) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import accelerate.accelerator
 import torch
+from accelerate.utils import fsdp_utils
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.common import UserError
@@ -64,10 +65,10 @@ def name_units(plugin: Any, model: Any) -> None:
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     embeddings, there = base.get_input_embeddings(), [*base.modules()]
-    if held := _held_twice(base):
+    if len(_holders(base)) > 1:
         raise UserError(
-            f"strategy.name: torch does not shard a {base.config.model_type}, whose output head has "
-            f"{' and '.join(held)} as its own",
+            f"strategy.name: torch does not shard a {base.config.model_type}, whose output head has its weights in "
+            "common with several modules",
             "set strategy.name=zero2 or zero3",
         )
     around = {type(each).__name__ for each in there if any(part is embeddings for part in each.children())}
@@ -78,17 +79,12 @@ def name_units(plugin: Any, model: Any) -> None:
         plugin.transformer_cls_names_to_wrap = units
 
 
-def _held_twice(base: Any) -> list[str]:
-    """Names of the output head's parameters that are those of other modules than the embeddings, too (BERT's bias)."""
+def _holders(base: Any) -> list[torch.nn.Module]:
+    """Modules that have a parameter of the output head as their own, too, beside the embeddings: BERT's has its bias."""
     head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
     own = {id(each) for each in head.parameters()} if head is not None else set()
-    return [
-        f"{path}.{name}"
-        for path, module in base.named_modules()
-        if module is not head and module is not embeddings
-        for name, each in module._parameters.items()
-        if id(each) in own
-    ]
+    others = (each for each in base.modules() if each is not head and each is not embeddings)
+    return [each for each in others if own.intersection(map(id, each._parameters.values()))]
 
 
 def _is_own(layer: torch.nn.Module) -> bool:
@@ -100,8 +96,12 @@ def _is_own(layer: torch.nn.Module) -> bool:
 def share_buffers() -> None:
     """Where one process reads the model, accelerate 1.15 sends its parameters to the others, and fails over buffers
     that are saved with them, such as those that balance a router's experts. It keeps those that are not saved: so these
-    are sent here, and count among them until the model is sharded."""
-    prepare = accelerate.accelerator.fsdp2_prepare_model
+    are sent here, and count among them until the model is sharded.
+
+    Nor can it shard a head with a parameter that another module has, too, unless both are one unit: that module takes
+    the place of the last norm, beside the head.
+    """
+    prepare, last_norm = accelerate.accelerator.fsdp2_prepare_model, fsdp_utils._find_final_norm
 
     def with_buffers(accelerator: Any, model: Any) -> Any:
         saved = [
@@ -114,6 +114,8 @@ def share_buffers() -> None:
             module._buffers[name] = module._buffers[name].to(accelerator.device)
             torch.distributed.broadcast(module._buffers[name], 0)
             module._non_persistent_buffers_set.add(name)
+        beside = _holders(model.get_base_model() if hasattr(model, "get_base_model") else model)
+        fsdp_utils._find_final_norm = (lambda model: beside[0]) if beside else last_norm
         model = prepare(accelerator, model)
         for module, name in saved:
             module._non_persistent_buffers_set.discard(name)

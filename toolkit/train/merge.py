@@ -219,7 +219,7 @@ def place_for(adapted: Any, logits: int) -> tuple[torch.device, str]:
     rest, *layers = [block.sizes for block in blocks(adapted)]
     # What is outside of layers and one layer in fp32, its largest weight as it is read, changed and checked, and logits
     # beside what they come from.
-    computing = 4 * (sum(rest) + max(sum(sizes) + 3 * max(sizes) for sizes in layers) + 4 * logits)
+    computing = 4 * (sum(rest) + max(sum(sizes) + 3 * max(sizes, default=0) for sizes in layers) + 4 * logits)
     # Adapters, one pass's logits, and a file's weights on their way to it.
     largest = max(each.numel() for each in adapted.parameters())
     adapters = sum(each.numel() for each in adapted.parameters() if not each.is_meta)

@@ -176,6 +176,14 @@ TRAINING_RULES = {
         "only modes full and offload can leave layers out",
         "set activation_checkpointing.mode=full, or remove every_n_layers",
     ),
+    "checkpointing-architecture": Rule(
+        "activation_checkpointing.mode",
+        lambda r, c: (
+            r.activation_checkpointing.mode in ("full", "selective", "offload") and model_configs.keeps_activations(c)
+        ),
+        "Transformers does not compute layers of a {model_type} again",
+        "set activation_checkpointing.mode=none; a smaller batch.micro_batch_size keeps less",
+    ),
     "elementwise-off": Rule(
         "activation_checkpointing.mode",
         lambda r, _: _elementwise(r) and r.compile == "off",
