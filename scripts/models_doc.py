@@ -365,7 +365,7 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
 - **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
   them is stored in 4 bits (`method.quantization: nf4`), and just so in `fp8` and `int4` (but `rwkv`, which would find
   bytes to rescale), experts of one tensor too; such experts stay in 16 bits under `int8`. A run refuses what is less
-  than nine tenths. *refused*: the model reads the weight of a layer itself.
+  than three quarters. Routers stay, and layers whose weights the model's code reads itself; *refused*: most of them.
 - Towers for images and sound, and whatever else no text reaches, are not trained, by any method, and get no adapters.
 - **compiles**: *yes*: `compile: auto` may compile the layers, because those that are alike are one graph without a
   break for every length of rows, with equal losses and gradients. Else it leaves them as they are, and `compile:

@@ -10,18 +10,23 @@ import models_doc
 import pytest
 import torch
 from harness import write_recipe
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from small import RECIPE, dequantized, logits_of
 from tiny import chat_rows, tiny_kind
 
+from toolkit.common import UserError
 from toolkit.distributed.engines import dtypes
 from toolkit.models.adapters import add_method
 from toolkit.models.coverage import is_quantized
 from toolkit.models.load import ModelSource
 from toolkit.models.weight_reads import Reads, kept_whole, reads_of
+from toolkit.recipe import Recipe
 from toolkit.recipe.rules import load_checked
 
 INDEXER = (r"model\.layers\.\d+\.self_attn\.indexer\.weights_proj",)
 STEP = (r"model\.layers\.\d+\.mamba\.dt_proj",)
+KERNELS = (r"model\.layers\.\d+\.mamba\.out_proj",)
+SHARED = tuple(rf"model\.layers\.\d+\.mlp\.shared_experts\.{each}_proj" for each in ("down", "gate", "up"))
 COEFFICIENTS = tuple(rf"model\.layers\.\d+\.altup\.{each}_coefs" for each in ("correction", "prediction"))
 
 
@@ -36,6 +41,10 @@ COEFFICIENTS = tuple(rf"model\.layers\.\d+\.altup\.{each}_coefs" for each in ("c
         ("jamba", "sft", Reads(STEP, STEP)),
         # It changes weights in training.
         ("gemma3n_text", "sft", Reads(COEFFICIENTS)),
+        # It hands the weight to a kernel, where there is one.
+        ("bamba", "sft", Reads(KERNELS, KERNELS)),
+        # Of `mlp.shared_experts` PEFT reads `mlp.shared_expertss`.
+        ("laguna", "sft", Reads(renamed=SHARED)),
     ],
 )
 def test_reads_are_asked_of_a_tiny_copy(kind: str, objective: str, reads: Reads) -> None:
@@ -48,6 +57,32 @@ def test_layers_that_are_read_stay_beside_the_head() -> None:
     layers = config.num_layers + config.num_decoder_layers
     assert len([name for name in kept if name.endswith(".wo")]) == layers and "lm_head" in kept
     assert kept_whole(models_doc.stated("llama", "sft"), "sft", trust_remote_code=False) == []
+
+
+def test_routers_stay_whole() -> None:
+    kept = kept_whole(models_doc.stated("afmoe", "sft"), "sft", trust_remote_code=False)
+    assert any(name.endswith(".mlp.router.gate") for name in kept) and "lm_head" in kept
+
+
+def test_what_peft_would_read_under_another_name_gets_no_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, model = loaded("laguna", "none", tmp_path, monkeypatch)
+    adapted = add_method(model, recipe, dtypes(recipe))
+    written = get_peft_model_state_dict(adapted)
+    found: Any = set_peft_model_state_dict(adapted, written)
+    assert written and not [name for name in found.missing_keys if "lora_" in name]
+
+
+def test_a_model_without_embeddings_of_tokens_gets_no_adapters() -> None:
+    from transformers import CanineConfig, CanineForSequenceClassification
+
+    with torch.device("meta"):
+        model = CanineForSequenceClassification(CanineConfig(num_hidden_layers=1))
+    values = {"model": {"path": "unread"}, "data": {"sources": ["unread"]}, "method": {"name": "lora"}}
+    recipe = Recipe.model_validate(values | {"objective": "reward"})
+    with pytest.raises(UserError, match="PEFT asks for embeddings of tokens, which a canine has none of"):
+        add_method(model, recipe, dtypes(recipe))
 
 
 def loaded(kind: str, form: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:

@@ -13,8 +13,25 @@ from ranks import Ranks
 from safetensors.torch import load_file
 from small import RECIPE
 from tiny import chat_rows, tiny_kind
+from transformers import AutoModelForSequenceClassification
 
 from toolkit.train.main import main
+
+
+def test_a_head_of_another_size_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"text": f"this is row {number}", "label": ("good", "bad", "fair")[number % 3]} for number in range(18)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_recipe(tmp_path, "small", RECIPE)
+    model = tiny_kind(models_doc.stated("llama", "sft"), tmp_path / "llama")
+    scoring = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, pad_token_id=0)
+    scoring.save_pretrained(model)
+    asked = [f"model.path={model}", "objective=classification", "data.sources=[rows.jsonl]", "batch.micro_batch_size=1"]
+    assert main(["recipe=small", "output.name=alone", *asked]) == 0
+    asked += ["output.name=two", "strategy.name=zero3"]
+    done = ranks.run(tmp_path, "recipe=small", *asked, processes=2, entry="cpu_engines")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "runs" / "two") == pytest.approx(losses(tmp_path / "runs" / "alone"), rel=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["rwkv", "deepseek_v4"])

@@ -66,6 +66,13 @@ def add_method(
     if method.name == "full":
         _freeze(model, method.freeze, reach)
         return model
+    try:
+        model.get_input_embeddings()
+    except NotImplementedError as error:
+        raise UserError(
+            f"method: PEFT asks for embeddings of tokens, which a {model.config.model_type} has none of",
+            "set method.name=full",
+        ) from error
     from peft import LoraConfig, TaskType
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer

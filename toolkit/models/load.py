@@ -216,11 +216,18 @@ class ModelSource:
         if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
             arguments["device_map"] = {"": device.current()}
         arguments |= {**self.location, **_only_safetensors(self.location), "config": self.config}
+        if self.recipe.headed:
+            trusted, files = self.recipe.model.trust_remote_code, self.weight_files()
+            renamed = zero3_loading.other_heads(self.config, self.recipe.objective, trusted, files)
+            arguments |= {"key_mapping": renamed} if renamed else {}
         if elsewhere:
             arguments["device_map"] = {"": "cpu", **arguments.get("device_map", {}), **dict.fromkeys(elsewhere, "meta")}
         with _not_dispatched() if elsewhere else contextlib.nullcontext():
             model = _with_all_weights(self.recipe, arguments, self.stored)
         keep_unpacked(model)
+        if getattr(model.config, "rescale_every", 0):
+            # RWKV would divide its weights whenever it is evaluated, also in checkpoints, but not its adapters.
+            model.config.rescale_every = 0
         if self.vocab_size != self._saved_vocab_size:
             # New rows are drawn around the mean of the others, by the seed.
             model.resize_token_embeddings(self.vocab_size)
@@ -280,6 +287,8 @@ class ModelSource:
             if hasattr(before, key):
                 setattr(config, key, getattr(before, key))
         config.use_cache = True
+        if hasattr(self.config, "rescale_every"):
+            model.config.rescale_every = self.config.rescale_every
 
     def _file(self, name: str) -> Path | None:
         """A file of the model's folder or, from the cache, of its hub repository; None if it has no such file."""

@@ -17,7 +17,7 @@ import torch
 from toolkit.models.tiny import by_itself, text_batch, tiny_model
 from toolkit.models.weight_reads import any_layer, is_one_of
 
-_MANY = torch.nn.ModuleList | torch.nn.ModuleDict
+MANY = torch.nn.ModuleList | torch.nn.ModuleDict
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def reach_of(config: Any, objective: str, trust_remote_code: bool = False) -> Re
     fixed = sorted({any_layer(name) for name, each in own if each.grad is None})
     reach = Reach(outside=(*_without_gradient(model),), fixed=(*fixed,))
     experts = (each for name, each in model.named_modules() if name.endswith("experts"))
-    inside = not any(isinstance(each, _MANY) for each in experts) and all(
+    chosen = any(isinstance(each, MANY) for each in experts) or bool(getattr(config, "zero_expert_num", 0))
+    inside = not chosen and all(
         each.grad is not None or reach.is_outside(name) for name, each in model.named_parameters()
     )
     return dataclasses.replace(reach, inside=inside)
@@ -81,5 +82,5 @@ def _without_gradient(module: torch.nn.Module, prefix: str = "") -> Iterator[str
         within = [*child.parameters()]
         if within and all(each.grad is None for each in within):
             yield prefix + ("." if prefix else "") + name
-        elif not isinstance(child, _MANY):
+        elif not isinstance(child, MANY):
             yield from _without_gradient(child, prefix + ("." if prefix else "") + name)

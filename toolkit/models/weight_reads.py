@@ -8,6 +8,7 @@ weight without calling the layer, of whose adapter it then knows nothing (Jamba)
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ class Reads:
 
     Args:
         read: Their weight is read by something else than the layer itself.
-        uncalled: These are never called at all.
+        uncalled: These are never called at all, or not where there are kernels that take their weight.
         renamed: Of the adapters of these PEFT reads another name than it writes: a renaming of the model's own weights,
             which it applies to adapters, fits the new name as well (Laguna's shared experts).
     """
@@ -98,8 +99,22 @@ def _ask(hashed: _Hashed, objective: str, trust_remote_code: bool) -> Reads:
                 model.train(training)(**text_batch(model))
     except Exception:  # A model's own code may raise anything for sizes that do not fit together.
         return Reads()
-    sets = read, read - called, _renamed(tiny_model(hashed.config, objective, trust_remote_code))
+    handed = {name for name in layers if _handed_over(model, name)}
+    sets = read | handed, (read - called) | handed, _renamed(tiny_model(hashed.config, objective, trust_remote_code))
     return Reads(*(tuple(sorted({*map(any_layer, names)})) for names in sets))
+
+
+def _handed_over(model: Any, name: str) -> bool:
+    """Whether the code around a layer hands its weight to a call, as Mamba's does to kernels that a CPU has not."""
+    outer, _, own = name.rpartition(".")
+    kind = type(model.get_submodule(outer))
+    if kind.__module__.startswith("torch."):
+        return False
+    try:
+        text = inspect.getsource(kind)
+    except (OSError, TypeError):  # There is none.
+        return False
+    return re.search(rf"^\s*(\w+=)?self\.{re.escape(own)}\.weight,$", text, re.MULTILINE) is not None
 
 
 def _renamed(model: Any) -> set[str]:

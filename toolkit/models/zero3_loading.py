@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel, core_model_loading
 from transformers.integrations import is_deepspeed_zero3_enabled
+
+from toolkit.models.heads import auto_class, belongs_to_head, head_modules
+from toolkit.models.tiny import by_itself
+
+_UNUSED = "of_another_head"
 
 
 @contextlib.contextmanager
@@ -25,7 +34,7 @@ def loading() -> Iterator[None]:
     def rename(name: str, renamings: Any, converters: Any, *args: Any, **kwargs: Any) -> tuple[str, str | None]:
         found = renamed(name, renamings, converters, *args, **kwargs)
         known = kwargs.get("meta_state_dict") or {}
-        if found[0] not in known and name in known:
+        if found[0] not in known and name in known and not found[0].startswith(_UNUSED):
             found = renamed(name, [], [], *args, **kwargs)
         return found
 
@@ -43,6 +52,24 @@ def loading() -> Iterator[None]:
     finally:
         core_model_loading.rename_source_key = renamed
         PreTrainedModel._initialize_weights = draw  # type: ignore[method-assign]
+
+
+def other_heads(config: Any, objective: str, trust_remote_code: bool, files: Iterable[Path]) -> dict[str, str]:
+    """Names that no model has, by the pattern of each tensor's of a head in the files that has another size: over these
+    Transformers fails there, where it draws them elsewhere."""
+    if not is_deepspeed_zero3_enabled():
+        return {}
+    with by_itself(), torch.device("meta"):
+        model = auto_class(objective).from_config(config, trust_remote_code=trust_remote_code)
+    heads, sizes, found = head_modules(model), {name: each.shape for name, each in model.named_parameters()}, {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    known = belongs_to_head(name, heads) and name in sizes
+                    if known and [*sizes[name]] != tensors.get_slice(name).get_shape():
+                        found[f"^{re.escape(name)}$"] = f"{_UNUSED}.{name}"
+    return found
 
 
 def forget_unused_names(model: Any) -> None:

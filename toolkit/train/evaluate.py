@@ -15,12 +15,13 @@ import torch
 from accelerate.utils import gather_object, send_to_device
 from transformers.pytorch_utils import move_to_device
 
+from toolkit.common import UserError, first_line
 from toolkit.data.audit import Audit
 from toolkit.data.encode import Encoder
 from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models import expert_parallel
-from toolkit.models.attention import IMPLEMENTATIONS, with_mask
+from toolkit.models.attention import IMPLEMENTATIONS, OTHER_POSITIONS, with_mask
 from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_idle
 from toolkit.models.pipeline import piped
@@ -171,6 +172,10 @@ def as_prompt(
     return Encoder(tokenizer, "auto", stop_token_ids, template_kwargs).prompt_ids(row)
 
 
+class CannotGenerate(UserError):
+    """Of an architecture that Transformers does not write with."""
+
+
 def generate(
     model: Any,
     tokenizer: Any,
@@ -195,6 +200,9 @@ def generate(
 
     Returns:
         (prompts, tokens) token ids of the answers, filled up with padding after the one that ended each.
+
+    Raises:
+        CannotGenerate: If Transformers' own code fails over this architecture.
     """
     encoder_decoder = bool(model.config.is_encoder_decoder)
     device = device or model.device
@@ -209,20 +217,31 @@ def generate(
     # While training, mixtures of experts return router logits for their auxiliary loss; generation cannot use them.
     routed = hasattr(model.config.get_text_config(), "output_router_logits")
     without_router_logits = {"output_router_logits": False} if routed else {}
-    with evaluating(model), torch.no_grad(), context, _generating_attention(model), inputs_on(model, device):
-        generated = model.generate(
-            **batch,
-            max_new_tokens=max_new_tokens,
-            num_beams=num_beams,
-            use_cache=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=sorted(stop_token_ids) or None,
-            **without_router_logits,
-            # Where tokens travel, a process whose answer is complete goes on until all are.
-            synced_gpus=True if expert_parallel.dividing() > 1 else None,
-            **({"streamer": streamer} if streamer else {}),
-            **kwargs,
-        )
+    with (
+        evaluating(model), torch.no_grad(), context, _generating_attention(model), inputs_on(model, device),
+        _own_positions(model),
+    ):  # fmt: skip
+        try:
+            generated = model.generate(
+                **batch,
+                max_new_tokens=max_new_tokens,
+                num_beams=num_beams,
+                use_cache=True,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=sorted(stop_token_ids) or None,
+                **without_router_logits,
+                # Where tokens travel, a process whose answer is complete goes on until all are.
+                synced_gpus=True if expert_parallel.dividing() > 1 else None,
+                **({"streamer": streamer} if streamer else {}),
+                **kwargs,
+            )
+        except UserError:
+            raise
+        except (ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
+            raise CannotGenerate(
+                f"Transformers cannot write with this {model.config.model_type}: {first_line(error)}",
+                "set evaluation.num_prompts=0; what it was trained for is not affected",
+            ) from error
     return generated[:, 0 if encoder_decoder else batch["input_ids"].shape[1] :]
 
 
@@ -244,6 +263,26 @@ def session_answers(session: Session, prompts: Sequence[list[int]], num_beams: i
         num_beams=num_beams,
         device=session.trainer.args.device,
     )
+
+
+@contextmanager
+def _own_positions(model: Any) -> Iterator[None]:
+    """RoBERTa and its kin count positions on from that of padding, as they do in training; `generate` counts from 0."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.config.model_type not in OTHER_POSITIONS:
+        yield
+        return
+
+    def count_on(_: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = kwargs["position_ids"] + base.config.pad_token_id + 1
+        return args, kwargs
+
+    hook = base.register_forward_pre_hook(count_on, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.common import UserError
 from toolkit.models.blockwise import blocks
+from toolkit.models.reach import MANY
 
 
 def gather_head_with_model(model: Any) -> None:
@@ -25,6 +26,20 @@ def gather_head_with_model(model: Any) -> None:
     for parameter in (head.weight, head.bias):
         if parameter is not None:
             deepspeed.zero.register_external_parameter(model, parameter)
+
+
+def take_choices_together(model: Any) -> None:
+    """Which experts a process calls depends on its tokens, where these are modules or some stand for none, and so does
+    how often Qwen 4's attention calls what chooses its blocks. ZeRO-3, whose processes gather and reduce in the same
+    order, gathers all of these at once, and takes gradients of all."""
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+
+    text = model.config.get_text_config()
+    none_at_all = bool(getattr(text, "zero_expert_num", 0))
+    for name, module in model.named_modules():
+        experts = name.endswith("experts") and (none_at_all or isinstance(module, MANY))
+        if experts or (name.endswith("indexer") and text.model_type.startswith("qwen4_exp")):
+            set_z3_leaf_module(module, True)
 
 
 @functools.cache
@@ -80,7 +95,7 @@ def name_units(plugin: Any, model: Any) -> None:
 
 
 def _holders(base: Any) -> list[torch.nn.Module]:
-    """Modules that have a parameter of the output head as their own, too, beside the embeddings: BERT's has its bias."""
+    """Modules beside the embeddings that have a parameter of the output head, too, as one of BERT's has its bias."""
     head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
     own = {id(each) for each in head.parameters()} if head is not None else set()
     others = (each for each in base.modules() if each is not head and each is not embeddings)

@@ -23,6 +23,7 @@ from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
 from toolkit.models import attention, packed_int4
+from toolkit.models.adapters import keep_unpacked
 from toolkit.models.embedding import drop_pooler
 from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
@@ -201,13 +202,18 @@ class _Exporting:
         kept = kept_whole(self._source.config, recipe.objective, recipe.model.trust_remote_code)
         quantization = {"quantization_config": config(self._dtype, kept)} if config else {}
         model = self._loaded(whole, **quantization)
-        # Before the first pass: on CPUs bitsandbytes then repacks weights, with scales of 16 bits.
         if config:
             model.save_pretrained(folder)
         else:
             packed_int4.pack(model, kept)
             packed_int4.save(model, folder)
-        return self._probe.outputs(model)
+        try:
+            return self._probe.outputs(model)
+        except (RuntimeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"Transformers cannot compute with {self._form} weights of this model: {in_a_line(error)}",
+                "nothing was written; take another format",
+            ) from error
 
     def read(self, folder: Path) -> Outputs:
         """What is said by the files.
@@ -258,6 +264,7 @@ class _Exporting:
         model = self._kind.from_pretrained(folder, **self._settings, **quantization).eval()
         if self._source.recipe.embeds:
             drop_pooler(model)
+        keep_unpacked(model)
         return model
 
     def _said(self, folder: Path) -> Outputs:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from toolkit.data.rows import Sample
 from toolkit.files import read_file, set_aside, write_json
-from toolkit.train.evaluate import as_prompt, session_answers
+from toolkit.train.evaluate import CannotGenerate, as_prompt, session_answers
 from toolkit.train.session import Session
 from toolkit.train.untrained import untrained_answers
 from toolkit.train.watchdog import beat
@@ -65,10 +65,15 @@ class Samples(TrainerCallback):
             return
         beat("answering the prompts", together=self._together)
         prompts = [row.input_ids for row in self.rows]
-        if when == "before":
-            answers = untrained_answers(session, prompts, self._together)
-        else:
-            answers = session_answers(session, prompts)
+        try:
+            if when == "before":
+                answers = untrained_answers(session, prompts, self._together)
+            else:
+                answers = session_answers(session, prompts)
+        except CannotGenerate as error:
+            self.rows = []
+            _log.warning("no prompts are answered: %s", error.what)
+            return
         for row, text in zip(self.rows, answers, strict=True):
             setattr(row, when, text)
         if session.leads:

@@ -41,6 +41,7 @@ from toolkit.train.gathering import (
     gather_head_with_model,
     name_units,
     share_buffers,
+    take_choices_together,
     unshard_trained_head,
 )
 from toolkit.train.gradients import Clipping
@@ -125,6 +126,7 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
         if is_deepspeed_zero3_enabled():
             gather_for_dora(model)
             decide_releases_anew()
+            take_choices_together(model)
         if self.is_fsdp_enabled:
             name_units(self.accelerator.state.fsdp_plugin, model)
             share_buffers()

@@ -54,6 +54,7 @@ def _contradicts(recipe: Recipe) -> bool:
     return (strategy.sharding, strategy.reshard_after_forward) in (("full_shard", False), ("shard_grad_op", True))
 
 
+_CHOSEN_MODULES = ("nllb-moe", "switch_transformers")
 _ZERO3_FAULTS = {
     "recurrent_gemma": "DeepSpeed turns the factor of its embeddings from bf16 to fp32",
     "gemma3n": "its backward pass needs parameters that DeepSpeed has released",
@@ -63,7 +64,8 @@ _ZERO3_FAULTS = {
 def zero3_fault(recipe: Recipe, config: Config) -> str:
     """Why ZeRO-3 does not train an architecture as other engines do; empty if it does."""
     kind = str(text_config(config).get("model_type", "")).removesuffix("_text")
-    return "" if kind == "gemma3n" and recipe.method.name == "lora" else _ZERO3_FAULTS.get(kind, "")
+    lora, whole = recipe.method.name == "lora", recipe.precision == "fp32"
+    return "" if (kind, True) in (("gemma3n", lora), ("recurrent_gemma", whole)) else _ZERO3_FAULTS.get(kind, "")
 
 
 def _parts_tied(recipe: Recipe, config: Config) -> bool:
@@ -193,6 +195,13 @@ STRATEGY_RULES = {
         lambda r, _: r.strategy.zero_stage == 3 and r.activation_checkpointing.mode == "selective",
         "after an evaluation ZeRO-3 gathers weights at other points of the recomputation, and torch refuses to go on",
         "set activation_checkpointing.mode=full, or strategy.name=fsdp or zero2",
+    ),
+    "zero-separate-experts": Rule(
+        "strategy.name",
+        lambda r, c: r.strategy.zero_stage in (1, 2) and text_config(c).get("model_type") in _CHOSEN_MODULES,
+        "experts of a {model_type} are modules of which each process calls those that its tokens choose, and ZeRO-1 "
+        "and ZeRO-2 sum gradients in the order in which they come",
+        "set strategy.name=zero3, which takes those of all experts at once, or ddp",
     ),
     "zero-optimizer": Rule(
         "optimizer.name",
