@@ -13,6 +13,7 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BloomConfig,
+    CTRLConfig,
     GemmaConfig,
     GPT2Config,
     LlamaConfig,
@@ -159,6 +160,13 @@ def test_isolation_with_frozen_weights_and_adapters() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(model_of(ISOLATING["llama"]), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert isolates(model, Collator(0, "packed"))
+
+
+def test_isolation_of_code_that_writes_into_embeddings() -> None:
+    model = model_of(CTRLConfig(n_layer=2, n_embd=32, dff=64, n_head=4, vocab_size=128))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
     assert isolates(model, Collator(0, "packed"))
 
 

@@ -80,6 +80,7 @@ def _populate() -> None:
         ("falcon", {"model_type": "falcon"}),
         ("recurrent_gemma", {"model_type": "recurrent_gemma"}),
         ("ctrl", {"model_type": "ctrl"}),
+        ("switch", {"model_type": "switch_transformers"}),
         ("mamba", {"model_type": "mamba", "num_hidden_layers": 2}),
         ("mixture", {"model_type": "deepseek_v3", "n_routed_experts": 8}),
         *((name, {"model_type": "llama"}) for name in ("existing", "both", "rounded", "complex")),

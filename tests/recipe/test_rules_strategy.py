@@ -302,6 +302,8 @@ BY_NAME = {
     "fsdp-encoder-decoder",
     "int8-sharded",
     "fsdp-tied-embeddings",
+    # Ends, or waits for ever, once processes have chosen other experts.
+    "zero-separate-experts",
 }
 
 

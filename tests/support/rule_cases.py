@@ -326,6 +326,7 @@ CASES = [
     ("zero-stored-dtype", [*ZERO2, "model.dtype=fp32"], ["~model.dtype"]),
     ("zero-stored-dtype", [*ZERO3, LORA, "precision=fp16", "model.dtype=fp32"], ["precision=fp32"]),
     ("zero3-architecture", [*ZERO3, "model=recurrent_gemma"], ["strategy=fsdp"]),
+    ("zero-separate-experts", ["strategy=zero2", "model=switch"], ["strategy=zero3"]),
     ("int8-sharded", [*ZERO3, "method=lora_int8", "model=a/b"], ["method.quantization=nf4"]),
     ("int8-sharded", [*FSDP, "method=lora_int8", "model=a/b"], ["strategy.name=zero2"]),
     ("int8-sharded", [*FSDP, "method=lora_int8", "model=a/b"], ["method.quantization=fp8"]),

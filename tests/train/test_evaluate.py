@@ -6,13 +6,16 @@ import contextlib
 import math
 from pathlib import Path
 
+import models_doc
 import pytest
 import torch
 from harness import metrics
 from head_products import HeadProducts
 from small import LORA, NF4, SEQ2SEQ, place_with, set_up, with_callbacks
+from tiny import tiny_kind
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from toolkit.train.evaluate import answer, generated_metrics, held_out_loss, inputs_on
+from toolkit.train.evaluate import answer, generate, generated_metrics, held_out_loss, inputs_on
 from toolkit.train.main import main
 
 place = place_with("llama", "moe", "gpt2", "blenderbot")
@@ -97,6 +100,20 @@ def test_answers_do_not_depend_on_the_other_prompts_of_the_batch(kind: list[str]
     alone = [answer(model, tokenizer, [prompt], 5, frozenset(), autocast)[0] for prompt in prompts]
     assert together == alone
     assert model.training
+
+
+@pytest.mark.parametrize("kind", ["llama", "roberta", "data2vec-text"])
+def test_answers_are_what_the_model_finds_likeliest(kind: str, tmp_path: Path) -> None:
+    """RoBERTa's and its kin's positions begin after that of padding, which `generate` does not know."""
+    folder = tiny_kind(models_doc.stated(kind, "sft"), tmp_path / kind)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    prompts = [[10, 11, 12, 13], [20, 21, 22, 23, 24, 25, 26]]
+    answers = generate(model, AutoTokenizer.from_pretrained(folder), prompts, 4, frozenset())
+    for prompt, written in zip(prompts, answers.tolist(), strict=True):
+        tokens = list(prompt)
+        for _ in written:
+            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert written == tokens[len(prompt) :]
 
 
 def test_inputs_go_where_the_model_computes(place: Path) -> None:

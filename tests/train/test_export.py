@@ -6,16 +6,21 @@ import io
 import itertools
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small import LORA, SEQ2SEQ, logits_of, place_with, trained, with_callbacks
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
+from toolkit.common import UserError
+from toolkit.distributed.engines import dtypes
 from toolkit.train import train
+from toolkit.train.export import opened, with_adapter
 
 place = place_with("llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
 
@@ -132,6 +137,21 @@ def test_a_prompt_that_is_no_text_is_refused_and_asked_for_anew(
     printed = capsys.readouterr()
     assert "the prompt `a\\udcff` holds bytes" in printed.out and printed.out.count("> ") == 3
     assert "as\\x1bked: write a prompt" in printed.out and "\x1b" not in printed.out
+
+
+def test_an_adapter_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """PEFT warns, and would leave these layers as adapters begin."""
+    run = trained("lacking", "method.name=lora")
+    folder = shutil.copytree(run / "final", tmp_path / "final")
+    weights = load_file(folder / "adapter_model.safetensors")
+    weights.pop(next(iter(weights)))
+    save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
+    source = opened(run)
+    with pytest.raises(UserError, match=r"lacks weights of its adapters, or has them under other names"):
+        with_adapter(source, str(folder))
+    files = source.in_files(dtypes(source.recipe), tmp_path)
+    with pytest.raises(UserError, match=r"lacks 1 weights of its adapters, or has them under other names"):
+        files.adapted({folder: 1.0})
 
 
 def test_unfinished_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import models_doc
 import psutil
 import pytest
 import torch
 from harness import environment
 from safetensors.torch import load_file
 from small import FP8, INT4, INT8, LORA, NF4, SEQ2SEQ, logits_of, place_with, trained
+from tiny import tiny_kind
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from toolkit.cli.main import main as cli
@@ -51,6 +53,17 @@ MERGES = {
 }
 QUICK = ("lora-bf16", "tied-embeddings", "untied-head", "nf4", "nf4-dora", "moe", "seq2seq-nf4")
 """Those that `make test` trains; what each kind's weights become is compared in `tests/models/test_blockwise.py`."""
+
+
+@pytest.mark.parametrize(("kind", "keys"), [("granite_swa", LORA), ("llama4_text", NF4)])
+def test_layers_without_weights_and_experts_in_another_layout_are_merged(
+    kind: str, keys: list[str], tmp_path: Path
+) -> None:
+    model = tiny_kind(models_doc.stated(kind, "sft"), tmp_path / kind)
+    run = trained(f"merged-{kind}", *keys, f"model.path={model}", "optimizer.learning_rate=1e-2")
+    assert cli(["merge", str(run)]) == 0
+    proof = json.loads((run / "merged" / "merge_proof.json").read_text(encoding="utf-8"))
+    assert proof["distance"] < 1e-4 < proof["effect"]
 
 
 @pytest.mark.parametrize(

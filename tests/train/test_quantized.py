@@ -6,10 +6,12 @@ import json
 import sys
 from pathlib import Path
 
+import models_doc
 import pytest
 import torch
 from safetensors import safe_open
 from small import LORA, NF4, SEQ2SEQ, logits_of, place_with, trained
+from tiny import tiny_kind
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
@@ -68,6 +70,14 @@ def test_files_in_fewer_bits_are_as_far_from_the_run_as_they_say(
     assert proof["bytes"] < proof["bytes_before"]
     chat = AutoTokenizer.from_pretrained(output)
     assert chat.chat_template == tokenizer.chat_template
+
+
+def test_rows_that_a_processor_does_not_repack_are_exported(tmp_path: Path) -> None:
+    """On CPUs with bf16 bitsandbytes repacks 4-bit weights in their first pass, which needs rows by 32."""
+    config = models_doc.stated("gemma3n_text", "sft")
+    run = trained("unpacked", f"model.path={tiny_kind(config, tmp_path / 'gemma3n')}")
+    assert cli(["export", str(run), "format=nf4"]) == 0
+    assert (run / "nf4" / "export_proof.json").is_file()
 
 
 def test_what_cannot_be_exported_leaves_nothing(

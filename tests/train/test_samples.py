@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import models_doc
 import pytest
 from small import populate
+from tiny import tiny_kind
 
+from toolkit.cli.main import main as cli
 from toolkit.train.main import main
 
 
@@ -39,3 +42,16 @@ def test_without_prompts_held_out_rows_are_asked_and_their_answers_shown() -> No
     texts = Path("chat.jsonl").read_text(encoding="utf-8")
     assert len(rows) == 3
     assert all(json.dumps(row["reference"])[1:-1] in texts for row in rows)
+
+
+def test_a_model_that_transformers_cannot_write_with_is_trained_without_answers(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_kind(models_doc.stated("bamba", "sft"), place / "bamba")
+    keys = [f"model.path={model}", "evaluation.prompts=['What is a list?']", "evaluation.num_prompts=1"]
+    assert main(["recipe=small", *keys]) == 0
+    shown = capsys.readouterr()
+    assert "no prompts are answered: Transformers cannot write with this bamba" in " ".join(shown.err.split())
+    assert not Path("runs/small/samples.json").exists()
+    assert cli(["generate", "runs/small", "--prompt", "What is a list?"]) == 1
+    assert "error: Transformers cannot write with this bamba" in capsys.readouterr().err

@@ -78,7 +78,11 @@ class Weights:
                 layer._move_adapter_to_device_of_base_layer = lambda *_, **__: None
             saved = load_peft_weights(str(folder), device="cpu")
             found: Any = set_peft_model_state_dict(adapted, saved, name, low_cpu_mem_usage=True)
-            if lacking := [each for each in found.missing_keys if "lora_" in each]:
+            if lacking := [
+                each
+                for each in found.missing_keys
+                if "lora_" in each and each.endswith((f".{name}", f".{name}.weight"))
+            ]:
                 raise UserError(
                     f"{folder} lacks {len(lacking)} weights of its adapters, or has them under other names, such as "
                     f"{lacking[0]}",

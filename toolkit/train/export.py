@@ -36,7 +36,7 @@ def load_trained(run: Path) -> tuple[ModelSource, Any, Any]:
     source, final = opened(run), final_model(run)
     recipe = source.recipe
     if recipe.method.name == "lora":
-        model = _with_adapter(source, str(final))
+        model = with_adapter(source, str(final))
     else:
         saved = {"model.path": str(final), "model.gguf_file": None, "model.revision": None}
         model = load_base(ModelSource.open(recipe.with_values(saved)))
@@ -85,10 +85,10 @@ def load_begun(run: Path) -> Any:
             f"{run} went on from the adapter {earlier}, which {'is another one now' if files else 'is gone'}",
             "restore it, or leave out what the run began with: before=false",
         )
-    return _with_adapter(source, earlier)
+    return with_adapter(source, earlier)
 
 
-def _with_adapter(source: ModelSource, folder: str) -> Any:
+def with_adapter(source: ModelSource, folder: str) -> Any:
     """The model with a saved adapter, all of whose layers must be there: PEFT warns, and leaves those as they begin."""
     from peft import PeftModel
 

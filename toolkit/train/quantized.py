@@ -23,7 +23,6 @@ from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
 from toolkit.models import attention, packed_int4
-from toolkit.models.adapters import keep_unpacked
 from toolkit.models.embedding import drop_pooler
 from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
@@ -80,6 +79,7 @@ FORMATS = {
     "int4": Format("compressed_tensors"),
 }
 """By the name that a user gives."""
+_PACKED_ROWS = 32
 _OF_LINEAR_LAYERS = ("nf4", "int4")
 """Formats that no library reads back, or serves, where experts are left as they are."""
 
@@ -264,7 +264,10 @@ class _Exporting:
         model = self._kind.from_pretrained(folder, **self._settings, **quantization).eval()
         if self._source.recipe.embeds:
             drop_pooler(model)
-        keep_unpacked(model)
+        for layer in model.modules():
+            # On CPUs with bf16 bitsandbytes packs weights anew in their first pass, but not rows of other numbers.
+            if hasattr(layer, "support_avx512bf16_for_cpu") and layer.out_features % _PACKED_ROWS:
+                layer.support_avx512bf16_for_cpu = False
         return model
 
     def _said(self, folder: Path) -> Outputs:
