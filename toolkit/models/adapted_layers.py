@@ -33,9 +33,16 @@ def linear_modules(model: PreTrainedModel, others: Iterable[str]) -> list[str]:
 def unadaptable(model: PreTrainedModel, reads: Reads) -> dict[str, str]:
     """Names of linear layers that get no adapter, and why not: of some classes that compute something else as well or
     instead, such as routers that return what they chose, and of those that are not called."""
-    found = {}
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    found, settings = {}, LoraConfig()
     for name, each in model.named_modules():
         if isinstance(each, torch.nn.Linear):
+            try:
+                _check_lora_target_modules_mamba(settings, model, name.rpartition(".")[2])
+            except ValueError:
+                found[name] = f"PEFT adds none to this layer of a {model.config.model_type}"
             if is_one_of(name, reads.uncalled):
                 found[name] = f"{model.config.model_type} reads its weight without calling it, or kernels do"
             if is_one_of(name, reads.renamed):

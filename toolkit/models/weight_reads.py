@@ -53,7 +53,7 @@ def kept_whole(config: Any, objective: str, trust_remote_code: bool) -> list[str
     experts = model_configs.experts(config.to_dict())[0]
     if not (read or headed or experts > 1):
         return []
-    with torch.device("meta"):
+    with by_itself(), torch.device("meta"):
         model = auto_class(objective).from_config(config, trust_remote_code=trust_remote_code)
     linear = {name: each for name, each in model.named_modules() if isinstance(each, LINEAR)}
     routers = (name for name, each in linear.items() if experts > 1 and each.weight.shape[0] == experts)
