@@ -116,6 +116,14 @@ def test_answers_are_what_the_model_finds_likeliest(kind: str, tmp_path: Path) -
         assert written == tokens[len(prompt) :]
 
 
+def test_what_is_saved_in_bf16_is_evaluated_with_its_tables_of_positions(tmp_path: Path) -> None:
+    """XGLM adds them to embeddings; they are in no file, and were made in fp32."""
+    model = tiny_kind(models_doc.stated("xglm", "sft"), tmp_path / "xglm")
+    keys = [f"model.path={model}", "precision=bf16", "data.eval_split=0.2", "output.name=xglm"]
+    assert main(["recipe=small", *keys]) == 0
+    assert math.isfinite(metrics(Path("runs/xglm"))[-1]["eval_loss"])
+
+
 def test_inputs_go_where_the_model_computes(place: Path) -> None:
     """Under FSDP's offload that is not where the parameters are."""
     adapted = set_up(*LORA).trainer.model
