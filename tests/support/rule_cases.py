@@ -149,7 +149,6 @@ CASES = [
     ("quantized-experts", ["method=lora_int8", "model=qwen3_30b_a3b"], ["method.quantization=nf4"]),
     ("quantized-experts", ["method=lora_int8", "model=qwen3_30b_a3b"], ["method.quantization=fp8"]),
     ("quantized-experts", ["method=lora_int8", "model=qwen3_30b_a3b"], ["method.quantization=int4"]),
-    ("quantized-weights-read", ["method=qlora", "model=mamba", "target_modules=[x_proj]"], ["quantization=none"]),
     ("quantized-nothing", ["method=qlora", "model=falcon"], ["method.quantization=none"]),
     ("double-quantization", [LORA, "method.double_quantization=false"], ["~method.double_quantization"]),
     ("double-quantization", [LORA, "method.double_quantization=false"], ["method.quantization=nf4"]),

@@ -79,6 +79,8 @@ def tiny_model(config: Any, objective: str, trust_remote_code: bool = False) -> 
                 parameter.add_(0.05 * torch.randn_like(parameter))
     for each in {id(one): one for one in (model.config, model.config.get_text_config())}.values():
         each.use_cache = False  # Of hybrid models with layers of one kind alone, Transformers can make none.
+        if hasattr(each, "rescale_every"):
+            each.rescale_every = 0  # As it is trained.
     return model.eval()
 
 

@@ -57,8 +57,6 @@ _OWN_LAYERS = ("falcon",)
 """Architectures of Transformers 5.23 whose linear layers are of a class of their own."""
 _NO_LINEAR_LAYERS = ("ctrl", "gpt-sw3", "gpt2", "gpt_neox_japanese", "openai-gpt", "xlm", *_OWN_LAYERS)
 """Architectures of Transformers 5.23 whose layers have none of `torch.nn.Linear`, or are not marked as layers."""
-_READING = ("longcat_flash", "mamba")
-"""Architectures of Transformers 5.23 whose code multiplies by the weight of a linear layer instead of calling it."""
 _KEEPS_ACTIVATIONS = (
     *("albert", "bros", "cpmant", "ctrl", "flaubert", "fsmt", "funnel", "gpt_neox_japanese", "granite_speech"),
     *("granite_speech_plus", "ibert", "jetmoe", "layoutlmv2", "layoutlmv3", "markuplm", "mpnet", "openai-gpt"),
@@ -256,16 +254,6 @@ def adapts_experts(targets: str | Collection[str], config: Mapping[str, Any]) ->
 def keeps_activations(config: Mapping[str, Any]) -> bool:
     """Whether Transformers computes none of the model's layers again in the backward pass."""
     return bool({config.get("model_type"), text_config(config).get("model_type")} & {*_KEEPS_ACTIVATIONS})
-
-
-def reads_weights(config: Mapping[str, Any], stored: str = "nf4") -> bool:
-    """Whether the model fails where the weights of its linear layers are stored in another form.
-
-    Args:
-        stored: The form, as in `method.quantization`. RWKV rescales its weights, and knows those of bitsandbytes.
-    """
-    kind = text_config(config).get("model_type")
-    return kind in _READING or (kind == "rwkv" and stored in ("fp8", "int4"))
 
 
 def without_embedding(model: Model, config: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -139,16 +139,26 @@ def share_buffers() -> None:
     accelerate.accelerator.fsdp2_prepare_model = with_buffers
 
 
-def unshard_trained_head(model: Any, inputs: Any) -> None:
+def unshard_head(model: Any) -> None:
     """FSDP gathers the weights of a unit when one of its modules is called. Beside adapters, and in models whose last
     norm accelerate does not find, the head is a unit by itself, which TRL's loss reads without calling it: it would
     gather the weight, but not sum its gradient over the processes."""
-    head = model.get_output_embeddings()
-    sharded = isinstance(head, FSDPModule)
+    alone: list[bool] = []
+
+    def unshard(module: Any, inputs: Any) -> None:
+        head = model.get_output_embeddings()
+        alone[:] = alone or [_is_read_alone(model, head)]
+        if alone[0]:
+            head.unshard()
+
+    model.register_forward_pre_hook(unshard)
+
+
+def _is_read_alone(model: Any, head: Any) -> bool:
     # Of a divided head the loss takes this process's part, where TRL would gather all of a sharded one.
     read = any(each.requires_grad for each in head.parameters()) or hasattr(head, "vocabulary_part")
-    if sharded and read and not any(_unit(each) is _unit(head) for each in model.modules() if each is not head):
-        head.unshard()
+    sharded = read and isinstance(head, FSDPModule)
+    return sharded and not any(_unit(each) is _unit(head) for each in model.modules() if each is not head)
 
 
 def _unit(module: Any) -> Any:

@@ -42,7 +42,7 @@ from toolkit.train.gathering import (
     name_units,
     share_buffers,
     take_choices_together,
-    unshard_trained_head,
+    unshard_head,
 )
 from toolkit.train.gradients import Clipping
 from toolkit.train.late_rows import LateRows
@@ -292,7 +292,7 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
         if is_deepspeed_zero3_enabled():
             gather_head_with_model(self.model)
         elif self.is_fsdp_enabled:
-            self.model.register_forward_pre_hook(unshard_trained_head)
+            unshard_head(self.model)
 
     def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Of a batch: minus the log-likelihood of its trained tokens, their number, and the routers' balance loss."""

@@ -211,12 +211,6 @@ METHOD_RULES = {
         "stores those in 4 bits only, and would leave them in 16",
         "set method.quantization=fp8, nf4 or int4",
     ),
-    "quantized-weights-read": Rule(
-        "method.quantization",
-        lambda r, c: r.method.quantization != "none" and c and model_configs.reads_weights(c, r.method.quantization),
-        "the code of {model_type} reads weights of linear layers itself, which would find them packed",
-        "set method.quantization=none",
-    ),
     "quantized-nothing": Rule(
         "method.quantization",
         lambda r, c: r.method.quantization != "none" and c and model_configs.hides_linear_layers(c),
