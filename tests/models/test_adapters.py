@@ -121,7 +121,7 @@ def test_what_matches_nothing_or_cannot_be_adapted_is_refused(overrides: list[An
 
 @pytest.mark.parametrize(
     ("kind", "layer"),
-    [("phimoe", "router"), ("llama4_text", "router"), ("deepseek_v4", "o_a_proj"), ("mamba", "out_proj")],
+    [("phimoe", "router"), ("llama4_text", "router"), ("deepseek_v4", "o_a_proj"), ("nemotron_h", "out_proj")],
 )
 def test_linear_layers_that_are_no_plain_products_get_no_adapter(kind: str, layer: str) -> None:
     """Routers that return what they chose as well, products by groups, and weights that kernels read themselves."""

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,7 +177,12 @@ def test_weights_are_read_to_the_device_unless_they_are_divided_first(
 ) -> None:
     source = dataclasses.replace(ModelSource.open(recipe()), recipe=load("small", overrides).recipe)
     maps = []
-    monkeypatch.setattr(load_module, "_with_all_weights", lambda of, arguments, stored: maps.append(arguments) or None)
+
+    def read(of: Any, arguments: dict[str, Any], stored: Any) -> Any:
+        maps.append(arguments)
+        return SimpleNamespace(config=None)
+
+    monkeypatch.setattr(load_module, "_with_all_weights", read)
     monkeypatch.setattr(load_module, "keep_unpacked", lambda model: None)
     source.load(dtypes(source.recipe), "eager")
     monkeypatch.setattr(device, "kind", lambda: "cuda")
