@@ -97,7 +97,8 @@ def name_units(plugin: Any, model: Any) -> None:
 def _holders(base: Any) -> list[torch.nn.Module]:
     """Modules beside the embeddings that have a parameter of the output head, too, as one of BERT's has its bias."""
     head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
-    own = {id(each) for each in head.parameters()} if head is not None else set()
+    # Of one that PEFT has wrapped it has none itself.
+    own = {id(each) for each in head._parameters.values() if each is not None} if head is not None else set()
     others = (each for each in base.modules() if each is not head and each is not embeddings)
     return [each for each in others if own.intersection(map(id, each._parameters.values()))]
 
