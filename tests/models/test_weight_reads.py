@@ -62,6 +62,8 @@ def test_layers_that_are_read_stay_beside_the_head() -> None:
 def test_routers_stay_whole() -> None:
     kept = kept_whole(models_doc.stated("afmoe", "sft"), "sft", trust_remote_code=False)
     assert any(name.endswith(".mlp.router.gate") for name in kept) and "lm_head" in kept
+    # As many outputs as there are experts have its shared expert and keys, too.
+    assert kept_whole(models_doc.stated("qwen3_next", "sft"), "sft", trust_remote_code=False) == []
 
 
 def test_what_peft_would_read_under_another_name_gets_no_adapter(

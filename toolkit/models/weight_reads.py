@@ -25,6 +25,7 @@ from toolkit.recipe import model_configs
 from toolkit.recipe.heads import EMBEDDING, HEADED
 
 LINEAR = (torch.nn.Linear, Conv1D)
+_ROUTER = re.compile(r"(^|\.)(classifier|gate|router|wg)(\.|$)")
 _HARMLESS = ("device", "requires_grad", "is_cuda", "is_cpu", "is_meta")
 """What may be asked of a weight in any form."""
 
@@ -56,7 +57,7 @@ def kept_whole(config: Any, objective: str, trust_remote_code: bool) -> list[str
     with by_itself(), torch.device("meta"):
         model = auto_class(objective).from_config(config, trust_remote_code=trust_remote_code)
     linear = {name: each for name, each in model.named_modules() if isinstance(each, LINEAR)}
-    routers = (name for name, each in linear.items() if experts > 1 and each.weight.shape[0] == experts)
+    routers = (name for name, each in linear.items() if _ROUTER.search(name) and len(each.weight) == experts > 1)
     names = sorted({*routers, *(name for name in linear if is_one_of(name, read))})
     if objective == EMBEDDING:
         return [*names, *([POOLER] if getattr(model, POOLER, None) is not None else [])]
