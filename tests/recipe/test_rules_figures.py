@@ -166,7 +166,7 @@ def test_a_warning_has_the_figures_of_the_recipe(settings: str, words: list[str]
         ("roberta", "", "name a decoder, or set is_decoder: true in its config.json"),
         ("xlm", "", "name a decoder, or set causal: true in its config.json"),
         ("xlnet", "", "name a decoder"),
-        ("mamba", NF4, "set method.quantization=none"),
+        ("falcon", NF4, "set method.quantization=none"),
     ],
 )
 def test_a_kind_of_model_that_cannot_be_trained_so_says_what_can(
