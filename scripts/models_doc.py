@@ -364,7 +364,7 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
 - **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
   them is stored in 4 bits (`method.quantization: nf4`), and just so in `fp8` and `int4`, experts of one tensor
   too; those stay in 16 bits under `int8`. Routers stay, and layers whose weights the model's code or a kernel reads.
-  A run refuses what is less than three quarters.
+  A run refuses what is less than nine tenths.
 - Towers for images and sound, and whatever else no text reaches, are not trained, by any method, and get no adapters.
 - **compiles**: *yes*: `compile: auto` may compile the layers, because those that are alike are one graph without a
   break for every length of rows, with equal losses and gradients. Else it leaves them as they are, and `compile:

@@ -26,6 +26,7 @@ from toolkit.recipe.rules import load_checked
 INDEXER = (r"model\.layers\.\d+\.self_attn\.indexer\.weights_proj",)
 STEP = (r"model\.layers\.\d+\.mamba\.dt_proj",)
 KERNELS = (r"model\.layers\.\d+\.mamba\.out_proj",)
+MIXER = tuple(rf"backbone\.layers\.\d+\.mixer\.{each}_proj" for each in ("dt", "out", "x"))
 SHARED = tuple(rf"model\.layers\.\d+\.mlp\.shared_experts\.{each}_proj" for each in ("down", "gate", "up"))
 COEFFICIENTS = tuple(rf"model\.layers\.\d+\.altup\.{each}_coefs" for each in ("correction", "prediction"))
 
@@ -43,6 +44,7 @@ COEFFICIENTS = tuple(rf"model\.layers\.\d+\.altup\.{each}_coefs" for each in ("c
         ("gemma3n_text", "sft", Reads(COEFFICIENTS)),
         # It hands the weight to a kernel, where there is one.
         ("bamba", "sft", Reads(KERNELS, KERNELS)),
+        ("mamba", "sft", Reads((*MIXER, "lm_head"), MIXER)),
         # Of `mlp.shared_experts` PEFT reads `mlp.shared_expertss`.
         ("laguna", "sft", Reads(renamed=SHARED)),
     ],
