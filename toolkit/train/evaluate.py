@@ -240,7 +240,7 @@ def generate(
         except (ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
             raise CannotGenerate(
                 f"Transformers cannot write with this {model.config.model_type}: {first_line(error)}",
-                "in a recipe set evaluation.num_prompts=0 and remove evaluation.generation_metrics; losses are not affected",
+                "set evaluation.num_prompts=0 and remove evaluation.generation_metrics; losses are not affected",
             ) from error
     return generated[:, 0 if encoder_decoder else batch["input_ids"].shape[1] :]
 
