@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,3 +167,34 @@ def test_segments_of_cudas_memory_grow_unless_the_user_says_otherwise() -> None:
     assert segments_grow({}) and segments_grow({"PYTORCH_CUDA_ALLOC_CONF": f"a:b,{grows.lower()}"})
     assert not segments_grow({"PYTORCH_ALLOC_CONF": "a:b", "PYTORCH_CUDA_ALLOC_CONF": grows})
     assert not segments_grow({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:1"})
+
+
+_SECOND_LAYER = """
+import itertools
+import torch
+from toolkit.models.document_attention import document_attention
+
+ends = torch.tensor([0, *itertools.accumulate(range(40, 72))], dtype=torch.int32)
+heads = [torch.randn(each, int(ends[-1]), 64, dtype=torch.bfloat16, requires_grad=True) for each in (9, 3, 3)]
+sizes = [(16 * number, 576) for number in range(1, 33)]
+weights = [torch.randn(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+for layer in range(2):
+    print(f"layer {layer}", flush=True)
+    document_attention(*heads, ends, ends, 0.1, 0).sum().backward()
+    hidden = torch.randn(int(ends[-1]), 576, dtype=torch.bfloat16, requires_grad=True)
+    sum(torch.nn.functional.linear(hidden, weight).sum() for weight in weights).backward()
+"""
+
+
+def test_what_one_layer_has_compiled_the_next_one_finds() -> None:
+    """oneDNN's kernels of 32 documents of other lengths, and of as many matrices, forward and backward."""
+    import torch
+
+    wanted = environment(recipe(), ONE, {})["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]
+    variables = {**os.environ, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(wanted), "ONEDNN_VERBOSE": "profile_create"}
+    done = subprocess.run(
+        [sys.executable, "-c", _SECOND_LAYER], env=variables, capture_output=True, text=True, check=True
+    )
+    first, second = done.stdout.split("layer 1")
+    assert "create:cache_miss" in first or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert "create:cache_miss" not in second

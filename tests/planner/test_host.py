@@ -152,11 +152,11 @@ def test_a_cpu_has_its_processes_and_all_of_their_tensors() -> None:
     found = workload("cpux2")
     (rank,) = memory(found)
     assert host(found).parts == {
-        "processes": 2 * 600 * MIB,
+        "processes": 2 * 700 * MIB,
         "tensors": 2 * rank.allocated,
         "fragmentation": int(2 * (rank.reserved.value - rank.allocated)),
     }
-    assert host(found).peak == pytest.approx(2 * (600 * MIB + rank.reserved.value), abs=2)
+    assert host(found).peak == pytest.approx(2 * (700 * MIB + rank.reserved.value), abs=2)
     # The first writes the whole model.
     saving = workload("cpux4", strategy={"name": "fsdp"}, keeps=1.0)
     first, others = memory(saving)

@@ -58,9 +58,10 @@ def environment(recipe: Recipe, world: World, current: Mapping[str, str]) -> dic
         "DISABLE_SAFETENSORS_CONVERSION": "1",
         # A peer that ends is reported by us; torch's C++ side adds pages of its own stack.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # On a CPU every new sequence length adds compiled kernels for every layer; oneDNN's default of 1,024 let the
-        # demo grow by a GiB.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+        # On a CPU every new sequence length adds compiled kernels; oneDNN's default of 1,024 let the demo grow by a
+        # GiB. Those of one pass have to fit, three for each document and some for the layer: with 64, passes over 16
+        # documents compiled all of them again in every layer, and took 1.4 times as long.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         # By content, so that the next run of the same layers starts warm; torch's own place is cleared at every boot.
         "TORCHINDUCTOR_CACHE_DIR": str(own_folder(cache_dir() / "compiled")),
         **_network(world, current),

@@ -35,10 +35,10 @@ _KEPT = (1.0, 0.1, 1.6)
 """On a CPU, freed memory that glibc keeps, as a share of what comes and goes in a step: 0.1 to 0.7 of it were measured
 after 8 steps (1.8 where that was a third of a GiB), 1.4 after 72 with rows of many lengths. Of more than a GiB most is
 in blocks that it hands back at once (`process.prepare_process`)."""
-_CONTEXT = {"cuda": (520, 350, 800), "rocm": (600, 400, 1000), "cpu": (600, 450, 900)}
+_CONTEXT = {"cuda": (520, 350, 800), "rocm": (600, 400, 1000), "cpu": (700, 450, 1100)}
 """MiB that a process takes beside its tensors: the CUDA context with the kernels of torch and cuBLAS on an H100; on a
-CPU Python with torch, Transformers and TRL, of which the processes of a node share a part; at most also oneDNN's
-kernels for many lengths."""
+CPU Python with torch, Transformers and TRL, of which the processes of a node share a part, and oneDNN's kernels: 0.1 to
+0.3 GiB where rows have many lengths."""
 _COLLECTIVES = {"cuda": (400, 150, 1000), "rocm": (400, 150, 1000), "cpu": (0, 0, 0)}
 """MiB of NCCL's channels and buffers, with more than one process."""
 _WORKSPACE, _OLDER_WORKSPACE = 2 * 4096 * 8 * 1024, 2 * (4096 * 2 + 16 * 8) * 1024

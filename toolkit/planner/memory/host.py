@@ -23,6 +23,8 @@ _PROCESS, _COLLECTIVES = 1_200 * 2**20, 1_200 * 2**20
 TRL, the tokenizer, pages of the data (1.0 to 1.4 GiB on an H100); and of NCCL (1.1 to 1.2 GiB)."""
 CPU_PROCESS = 600 * 2**20
 """The same where there is no CUDA; 0.55 GiB were measured."""
+_KERNELS = 100 * 2**20
+"""Those that oneDNN compiles for rows of some lengths; 0.1 to 0.3 GiB were measured of many lengths."""
 _WORKER = 50 * 2**20
 """What a process that makes batches holds beside what it shares with the process that it was forked from: 14 MiB were
 measured with prepared rows, 41 MiB with a stream."""
@@ -34,7 +36,7 @@ def host(workload: Workload) -> Host:
     """RAM of one node. On a CPU the tensors of all its processes are host memory too."""
     recipe, local, on_cpu = workload.recipe, workload.processes_per_node, workload.on_cpu
     grouped = workload.layout.world_size > 1 or recipe.strategy.zero_stage or recipe.strategy.name == "fsdp"
-    process = CPU_PROCESS if on_cpu else _PROCESS + _COLLECTIVES * bool(grouped)
+    process = CPU_PROCESS + _KERNELS if on_cpu else _PROCESS + _COLLECTIVES * bool(grouped)
     parts = {"processes": float(local * (process + recipe.data.decided_workers * _WORKER))}
     if on_cpu:
         if workload.stages:
