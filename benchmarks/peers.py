@@ -17,6 +17,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     Trainer,
@@ -24,6 +25,13 @@ from transformers import (
 )
 
 CUDA = torch.cuda.is_available()
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "seq2seq": (AutoModelForSeq2SeqLM, {}),
+    "reward": (AutoModelForSequenceClassification, {"num_labels": 1}),
+    "classification": (AutoModelForSequenceClassification, {"num_labels": 3}),
+}
+"""Objective to the class of its model, where that has another head."""
+KINDS_OF_DOCSTRINGS = ("class", "function", "method")
 
 
 class Meter(TrainerCallback):
@@ -66,8 +74,10 @@ def load(job: dict[str, Any]) -> tuple[Any, Any]:
     of_nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16, "bnb_4bit_use_double_quant": True}
     quantized = BitsAndBytesConfig(load_in_4bit=True, **of_nf4) if job["method"] == "qlora" else None
     flash = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
-    kind = AutoModelForSeq2SeqLM if job["objective"] == "seq2seq" else AutoModelForCausalLM
-    model = kind.from_pretrained(job["model"], dtype=dtype, attn_implementation=flash, quantization_config=quantized)
+    kind, heads = KINDS.get(job["objective"], (AutoModelForCausalLM, {}))
+    model = kind.from_pretrained(
+        job["model"], dtype=dtype, attn_implementation=flash, quantization_config=quantized, **heads
+    )
     return model, AutoTokenizer.from_pretrained(job["model"])
 
 
@@ -96,27 +106,30 @@ def adapter(job: dict[str, Any]) -> Any:
     """As the toolkit's defaults."""
     from peft import LoraConfig
 
-    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    task = "SEQ_CLS" if job["objective"] in ("reward", "classification") else "CAUSAL_LM"
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=task)
 
 
 def trl(job: dict[str, Any]) -> Trainer:
-    """TRL's SFTTrainer; packed rows want FlashAttention, without it their documents see each other."""
+    """TRL's trainer of the objective; packed rows want FlashAttention, without it their documents see each other."""
+    import trl
     from datasets import load_dataset
-    from trl import SFTConfig, SFTTrainer
 
-    if job["objective"] == "seq2seq":
-        raise SystemExit("error: trains no encoder-decoders")
+    objective = job["objective"]
+    if objective in ("seq2seq", "classification"):
+        raise SystemExit(f"error: trains no {objective}")
     model, tokenizer = load(job)
     rows = load_dataset("json", data_files=job["data"], split="train")
-    config = SFTConfig(**arguments(job), max_length=job["seq_len"], packing=job["packing"])
-    config.assistant_only_loss = False
-    return SFTTrainer(
-        model=model,
-        args=config,
-        train_dataset=rows,
-        processing_class=tokenizer,
-        peft_config=None if job["method"] == "full" else adapter(job),
-    )
+    given = arguments(job) | {"max_length": job["seq_len"]}
+    if objective == "dpo":
+        # What the untrained model says is computed before training, as the toolkit does it.
+        kind, config = trl.DPOTrainer, trl.DPOConfig(**given, precompute_ref_log_probs=True)
+    elif objective == "reward":
+        kind, config = trl.RewardTrainer, trl.RewardConfig(**given)
+    else:
+        kind, config = trl.SFTTrainer, trl.SFTConfig(**given, packing=job["packing"], assistant_only_loss=False)
+    adapters = None if job["method"] == "full" else adapter(job)
+    return kind(model=model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)
 
 
 def seq2seq_trainer(job: dict[str, Any]) -> Trainer:
@@ -141,10 +154,12 @@ def trainer(job: dict[str, Any]) -> Trainer:
     """Transformers' Trainer as in its examples: texts run together and are cut into rows, or rows are padded."""
     from datasets import load_dataset
     from peft import get_peft_model, prepare_model_for_kbit_training
-    from transformers import DataCollatorForLanguageModeling, TrainingArguments
+    from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, TrainingArguments
 
     if job["objective"] == "seq2seq":
         return seq2seq_trainer(job)
+    if job["objective"] in ("dpo", "reward"):
+        raise SystemExit("error: compares no answers")
     model, tokenizer = load(job)
     if job["method"] == "qlora":
         model = prepare_model_for_kbit_training(model, job["checkpointing"])
@@ -152,7 +167,7 @@ def trainer(job: dict[str, Any]) -> Trainer:
         model = get_peft_model(model, adapter(job))
         model.enable_input_require_grads()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    length = job["seq_len"]
+    length, classes = job["seq_len"], job["objective"] == "classification"
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         texts = batch["text"] if "text" in batch else [
@@ -162,11 +177,15 @@ def trainer(job: dict[str, Any]) -> Trainer:
         if job["packing"]:
             joined = [token for each in ids for token in [*each, tokenizer.eos_token_id]]
             ids = [joined[start : start + length] for start in range(0, len(joined) - length + 1, length)]
-        return {"input_ids": [each[:length] for each in ids]}
+        labels = {"label": [KINDS_OF_DOCSTRINGS.index(each) for each in batch["label"]]} if classes else {}
+        return {"input_ids": [each[:length] for each in ids]} | labels
 
     rows = load_dataset("json", data_files=job["data"], split="train")
     rows = rows.map(encode, batched=True, remove_columns=rows.column_names)
-    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    collate: Any = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    if classes:
+        model.config.pad_token_id = tokenizer.pad_token_id
+        collate = DataCollatorWithPadding(tokenizer)
     return Trainer(model=model, args=TrainingArguments(**arguments(job)), train_dataset=rows, data_collator=collate)
 
 
@@ -174,8 +193,8 @@ def llamafactory(job: dict[str, Any], meter: Meter) -> None:
     """LLaMA-Factory by its own entry; of its package, which wants older libraries, in an environment of its own."""
     from llamafactory.train.tuner import run_exp
 
-    if job["objective"] == "seq2seq":
-        raise SystemExit("error: trains no encoder-decoders")
+    if job["objective"] not in ("sft", "language_modelling"):
+        raise SystemExit(f"error: not run with {job['objective']}")
     folder = Path(job["metrics"]).parent
     columns = {"prompt": "text"} if job["packing"] else {"messages": "messages"}
     rows: dict[str, Any] = {"file_name": job["data"], "columns": columns}

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 import material  # noqa: E402
 import yaml  # noqa: E402
 
+from toolkit.data import builtin  # noqa: E402
 from toolkit.planner.hardware import once_measured, this_machine  # noqa: E402
 
 GIB = 2**30
@@ -95,8 +96,19 @@ CPU_JOBS = (
     Job("full, packed 512", "smollm2", "full", 512, 4, 2, precision="auto"),
     Job("LoRA, packed 2048", "smollm2", "lora", 2048, 1, 1, precision="auto"),
     Job("encoder-decoder, padded", "blenderbot_tiny", "full", 256, 16, 8, False, precision="auto", objective="seq2seq"),
+    Job("DPO, LoRA", "smollm2", "lora", 256, 8, 4, False, precision="auto", objective="dpo"),
+    Job("reward, LoRA", "smollm2", "lora", 256, 8, 4, False, precision="auto", objective="reward"),
+    Job("classification, LoRA", "smollm2", "lora", 256, 16, 8, False, precision="auto", objective="classification"),
     Job("tiny full, packed 128", "llama_tiny", "full", 128, 4, 4, precision="auto"),
 )
+
+DOCSTRINGS = {
+    "sft": builtin.docstring_rows,
+    "dpo": builtin.docstring_pairs,
+    "reward": builtin.docstring_pairs,
+    "classification": builtin.docstring_kinds,
+}
+"""Objective to rows of Python's own documentation."""
 
 
 @dataclass
@@ -229,10 +241,10 @@ class Bench:
             subprocess.run([sys.executable, str(material.__file__), job.model, str(Path(model).parent)], check=True)
         data = self.folder / f"{job.objective}.jsonl"
         if not data.is_file():
-            if job.objective == "sft":
-                from toolkit.data.builtin import docstring_rows
-
-                data.write_text("".join(json.dumps(row) + "\n" for row in docstring_rows()), encoding="utf-8")
+            if job.objective in DOCSTRINGS:
+                # No more than a run comes to: TRL asks the untrained model about all rows of DPO.
+                rows = DOCSTRINGS[job.objective]()[: self.of * job.rows]
+                data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             else:
                 write = material.pairs if job.objective == "seq2seq" else material.documents
                 write(self._tokens, data)

@@ -88,7 +88,7 @@ def _compiles(recipe: Recipe, config: Mapping[str, Any]) -> bool:
 def _backends(recipe: Recipe, config: Mapping[str, Any], device: tuple[str, str | None]) -> set[str]:
     """On a CPU `auto` may take eager attention instead of `sdpa`, where that was measured to be the faster."""
     asked = recipe.model.attention
-    planned = attention.planned(asked, config, dtypes(recipe).compute, *device, padded=recipe.headed)
+    planned = attention.planned(asked, config, dtypes(recipe).compute, *device, headed=recipe.headed)
     eager = device == _CPU and planned == "sdpa" and recipe.activation_checkpointing.mode != "selective"
     return {planned, "eager"} if eager else {planned}
 

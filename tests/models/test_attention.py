@@ -34,7 +34,7 @@ from toolkit.models.tiny import tiny_model as tiny_copy
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.schema import ATTENTION_BACKENDS
-from toolkit.train.evaluate import _generating_attention
+from toolkit.train.evaluate import reading_masks
 
 GEMMA2 = model_configs.bundled()["google/gemma-2-2b-it"].config
 LLAMA = model_configs.bundled()["meta-llama/Llama-3.2-1B"].config
@@ -312,7 +312,7 @@ def test_a_build_of_flash_attention_in_the_hubs_cache_is_taken(model: str, monke
     batch = Collator(0, "flat")([row])
     torch.testing.assert_close(flash(**batch).logits, masked, rtol=1e-4, atol=1e-5)
     # Prompts are padded while it answers, and then it goes on as before.
-    with _generating_attention(flash):
+    with reading_masks(flash):
         assert flash.config._attn_implementation == "sdpa"
     torch.testing.assert_close(flash(**batch).logits, masked, rtol=1e-4, atol=1e-5)
     assert attention_kernels.hub_build("flash_attention_3") == ""

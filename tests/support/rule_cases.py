@@ -591,10 +591,8 @@ CASES = [
     ("preference-center", [*DPO, "preference.center_rewards=0.01"], ["objective=reward"]),
     ("preference-sft", [*REWARD, "preference.sft_weight=0.1"], ["objective=dpo"]),
     ("preference-packing", [*REWARD, "data.packing=true"], ["data.packing=false"]),
-    *(
-        ("head-attention", [*REWARD, f"model.attention={each}"], ["model.attention=sdpa"])
-        for each in ("flex", "torch_varlen")
-    ),
+    ("head-attention", [*REWARD, "model.attention=flex"], ["model.attention=sdpa"]),
+    ("head-attention", [*REWARD, "model.attention=torch_varlen", "model.path=encoder"], ["model.attention=sdpa"]),
     ("head-packing", [*LABELS, "data.packing=true"], ["data.packing=false"]),
     ("head-streaming", [*LABELS, *STREAM], ["data.streaming=false"]),
     ("head-tokens", [*LABELS, "batch.tokens_per_step=32768"], ["~batch.tokens_per_step", "global_batch_size=8"]),

@@ -64,9 +64,10 @@ def sentence_model(folder: Path) -> Any:
 )
 def test_training_does_not_depend_on_how_rows_fall_into_micro_batches(rows: list[str]) -> None:
     curves, norms, figures = [], [], []
-    for size in (1, 4, 8):
-        name = f"cut-{'-'.join(rows)[:30].replace('.', '-').replace('=', '-').replace('[', '')}-{size}"
-        assert main(["recipe=small", *rows, f"batch.micro_batch_size={size}", f"output.name={name}"]) == 0
+    for size, attention in ((1, "auto"), (4, "auto"), (4, "eager"), (8, "auto")):
+        name = f"cut-{'-'.join(rows)[:30].replace('.', '-').replace('=', '-').replace('[', '')}-{size}-{attention}"
+        more = [f"batch.micro_batch_size={size}", f"model.attention={attention}", f"output.name={name}"]
+        assert main(["recipe=small", *rows, *more]) == 0
         curves.append(losses(Path("runs") / name))
         norms.append([row["grad_norm"] for row in metrics(Path("runs") / name) if "loss" in row])
         figures.append([row["eval_loss"] for row in metrics(Path("runs") / name) if "eval_loss" in row])

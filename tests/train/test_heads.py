@@ -19,6 +19,7 @@ from tiny import labelled_rows, pair_rows, tagged_rows, tiny_encoder, tiny_model
 
 from toolkit.cli.evaluate import Questions, evaluate
 from toolkit.common import UserError
+from toolkit.models import varlen
 from toolkit.report.load import read_run
 from toolkit.train.chat import chat
 from toolkit.train.export import answer_prompts, load_trained, opened
@@ -47,6 +48,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("heads")
     tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
     tiny_encoder("bert", folder / "bert")
+    shutil.copytree(folder / "llama", folder / "still")
+    # Transformers' heads for words drop out a tenth of what they read.
+    config = json.loads((folder / "still" / "config.json").read_text(encoding="utf-8")) | {"classifier_dropout": 0.0}
+    (folder / "still" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     # Of other lengths than the chosen ones, and with a word that tells them.
     answers = itertools.pairwise(pair_rows(41, "prompt", "chosen"))
     pairs = [row | {"rejected": f"never {other['chosen']}"} for row, other in answers]
@@ -200,14 +205,17 @@ def test_a_trained_adapter_with_its_head_merges_into_an_equal_model() -> None:
     ],
     ids=["each once", "all"],
 )
-@pytest.mark.parametrize("rows", [[], CLASSES], ids=["reward", "classification"])
+@pytest.mark.parametrize(
+    "rows", [[], CLASSES, [*WORDS, "model.path=still"]], ids=["reward", "classification", "token_classification"]
+)
 def test_training_does_not_depend_on_how_rows_fall_into_micro_batches(rows: list[str], cuts: Any) -> None:
     curves, figures = [], []
     for size, more in cuts:
-        name = f"cut-{len(cuts)}-{len(rows)}-{size}-{len(curves)}"
+        name = f"cut-{len(cuts)}-{len(rows) and rows[0].partition('=')[2]}-{size}-{len(curves)}"
         assert main(["recipe=small", *rows, f"batch.micro_batch_size={size}", f"output.name={name}", *more]) == 0
         curves.append(losses(Path("runs") / name))
-        figures.append([row["eval_loss"] for row in metrics(Path("runs") / name) if "eval_loss" in row])
+        measured = [row for row in metrics(Path("runs") / name) if "eval_loss" in row]
+        figures.append([row[key] for row in measured for key in ("eval_loss", "eval_entity_f1") if key in row])
     for curve, held_out in zip(curves[1:], figures[1:], strict=True):
         assert curve == pytest.approx(curves[0], rel=1e-6) and held_out == pytest.approx(figures[0], rel=1e-6)
 
@@ -322,6 +330,22 @@ def test_what_padding_does_to_scores_is_found_whatever_the_first_rows_are(kind: 
         for parameter in session.trainer.model.parameters():
             parameter.mul_(4)
     with contextlib.nullcontext() if alike else pytest.raises(UserError, match="scores rows otherwise beside longer"):
+        check_padding(session)
+
+
+def test_texts_that_see_each_other_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = set_up(*CLASSES)
+    assert session.trainer.data_collator.layout == "flat"
+    assert set_up(*CLASSES, "model.path=bert").trainer.data_collator.layout == "padded"
+    check_padding(session)
+    within = varlen.attended
+
+    def across(package: str, query: Any, key: Any, value: Any, boundaries: Any, *others: Any) -> torch.Tensor:
+        ends = boundaries[0][[0, -1]]
+        return within(package, query, key, value, (ends, ends), *others)
+
+    monkeypatch.setattr(varlen, "attended", across)
+    with pytest.raises(UserError, match=r"end to end with others(.|\n)*set model.attention=sdpa"):
         check_padding(session)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from toolkit.common import UserError
+from toolkit.recipe.model_configs import scored_flat
 from toolkit.recipe.schema import VARLEN_ATTENTION as VARLEN
 
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention", **{name: name for name in VARLEN}}
@@ -72,7 +73,7 @@ def resolve(
     compute: str,
     available: Mapping[str, str],
     shares_by: str = "",
-    padded: bool = False,
+    headed: bool = False,
 ) -> str:
     """The backend that will run.
 
@@ -82,7 +83,7 @@ def resolve(
         compute: Name of the compute dtype, e.g. `bfloat16`.
         available: Every backend with `ok`, or why it does not run, see `attention_kernels.available`.
         shares_by: The key of the recipe by which processes share rows; empty if they do not.
-        padded: Whether rows come padded, with a mask, whatever the backend.
+        headed: Whether the model has a head for texts or words, or gives vectors. Of encoders their rows are padded.
 
     Returns:
         A key of `IMPLEMENTATIONS`.
@@ -95,8 +96,9 @@ def resolve(
     }
     if shares_by:
         reasons |= {name: "it does not take parts of rows" for name in reasons if name not in VARLEN}
-    if padded:
-        reasons |= dict.fromkeys((*VARLEN, "flex"), "its rows come end to end, and this head reads them padded")
+    if headed:
+        padded = ("flex",) if scored_flat(config) else (*VARLEN, "flex")
+        reasons |= dict.fromkeys(padded, "its rows come end to end, and this head reads them padded")
     usable = [name for name, reason in reasons.items() if reason == "ok"]
     if shares_by and not usable:
         raise UserError(
@@ -142,13 +144,13 @@ def planned(
     kind: str,
     capability: str | None,
     shares_by: str = "",
-    padded: bool = False,
+    headed: bool = False,
 ) -> str:
     """The backend that `resolve` will choose on a device that is not here; what else is installed there is not known.
 
     Args:
         kind: See `on_device`, and so `capability`. Where it is not known, what the recipe asks for is taken.
-        shares_by: See `resolve`, and so `padded`.
+        shares_by: See `resolve`, and so `headed`.
 
     Raises:
         UserError: If what the recipe asks for cannot run there, or computes something else.
@@ -160,7 +162,7 @@ def planned(
         rocm = in_16_bits(compute) or "ok"
         flash = {"cpu": "needs a GPU", "rocm": rocm}.get(kind, there["torch_varlen"])
         there |= {name: flash for name in VARLEN if name not in there}
-    return resolve(requested, config, compute, there, shares_by, padded)
+    return resolve(requested, config, compute, there, shares_by, headed)
 
 
 def _best(usable: Collection[str], config: Mapping[str, Any], compute: str) -> str:

@@ -41,6 +41,25 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tens
     return F.normalize(vectors, dim=-1)
 
 
+def pooled_flat(hidden: torch.Tensor, ends: torch.Tensor, texts: int, pooling: str) -> torch.Tensor:
+    """The same of texts that lie end to end.
+
+    Args:
+        hidden: (1, tokens, width) outputs of the last layer.
+        ends: (at least texts + 1,) cumulative lengths.
+        texts: How many there are; what follows them is padding.
+        pooling: See `pooled`.
+    """
+    begins, ends = ends[:texts, None], ends[1 : texts + 1, None]
+    if pooling == "mean":
+        places = torch.arange(hidden.shape[1], device=hidden.device)
+        inside = ((places >= begins) & (places < ends)).to(torch.float32)
+        vectors = (inside / (ends - begins)) @ hidden[0].float()
+    else:
+        vectors = hidden[0, (begins if pooling == "cls" else ends - 1)[:, 0].long()].float()
+    return F.normalize(vectors, dim=-1)
+
+
 def losses_and_gradient(
     settings: Embedding, vectors: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -124,6 +124,28 @@ def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int) -> No
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
+@contextlib.contextmanager
+def read_at(head: torch.nn.Module, places: torch.Tensor) -> Iterator[None]:
+    """While this context lasts, a decoder's head for texts scores one row (1, tokens) at these places (texts,), and the
+    model's logits are (1, texts x outputs): of a row Transformers takes the scores of one token, which here are all."""
+
+    def select(_: Any, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        tokens.append(inputs[0].shape[1])
+        return inputs[0][:, places]
+
+    def as_one(_: Any, __: Any, scores: torch.Tensor) -> torch.Tensor:
+        return scores.reshape(1, 1, -1).expand(-1, tokens.pop(), -1)
+
+    tokens: list[int] = []
+    # Before the hooks of engines, which give up the weight again, and find in this output what is computed back.
+    handles = [head.register_forward_pre_hook(select), head.register_forward_hook(as_one, prepend=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def forget_drawn(model: Any) -> None:
     """Of a model whose weights stay in their files, has those of its head stay nowhere that the files lack."""
     for name in head_modules(model):

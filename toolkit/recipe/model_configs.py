@@ -63,6 +63,15 @@ _KEEPS_ACTIVATIONS = (
     *("perceiver", "reformer", "squeezebert", "xlm", "xlnet"),
 )
 """Architectures of Transformers 5.23 whose layers it does not compute again in the backward pass."""
+_SCORED_FLAT = {
+    *("apertus", "arcee", "deepseek_v2", "deepseek_v3", "diffllama", "exaone4", "gemma", "gemma3_text", "glm", "glm4"),
+    *("gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+    *("jetmoe", "llama", "minicpm3", "ministral", "ministral3", "mistral", "mixtral", "olmo"),
+    *("olmo2", "olmo3", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("seed_oss", "smollm3", "starcoder2"),
+}
+"""Decoders of Transformers 5.23 whose heads for texts and words were seen to score rows that lie end to end as they do
+padded ones."""
 _MOST_ADDED = 2**17
 """Twice as many as tokenizers for speech have. Transformers takes a second for 20,000, and copies them all."""
 
@@ -162,6 +171,14 @@ def causal_key(config: Mapping[str, Any]) -> str | None:
     """
     key = _ENCODERS.get(config.get("model_type", ""))
     return None if key is None or (key and config.get(key)) else key
+
+
+def scored_flat(config: Mapping[str, Any]) -> bool:
+    """Whether a head for texts or words, and vectors of texts, may be had of rows that lie end to end: where no token
+    sees those after it."""
+    # Code of its own may look both ways, as that of embedding models from decoders often does.
+    both_ways = config.get("use_bidirectional_attention") or config.get("is_causal") is False or "auto_map" in config
+    return config.get("model_type") in _SCORED_FLAT and not both_ways
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:

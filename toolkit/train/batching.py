@@ -32,8 +32,10 @@ def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part:
         part: Which part of each row this process has, where several share them.
     """
     if recipe.headed:
-        padded = Collator(tokenizer.pad_token_id, "padded", ALIGNED, longest=recipe.batch.seq_len)
-        return HeadCollator(padded, recipe.objective, "token_type_ids" in tokenizer.model_input_names)
+        texts = Collator(tokenizer.pad_token_id, "padded", ALIGNED, longest=recipe.batch.seq_len)
+        if backend in attention.VARLEN:
+            texts = Collator(tokenizer.pad_token_id, "flat", ALIGNED if device.kind() == "cpu" else 1)
+        return HeadCollator(texts, recipe.objective, "token_type_ids" in tokenizer.model_input_names)
     if recipe.prefers or recipe.reinforces:
         rows = collator(recipe.with_values({"objective": "sft"}), backend, tokenizer, compiles)
         assert isinstance(rows, Collator), "whole answers are compared"

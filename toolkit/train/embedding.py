@@ -19,8 +19,9 @@ import torch
 from accelerate.utils import DistributedType
 
 from toolkit.data.collate import mask_of
+from toolkit.data.head_batches import texts_of
 from toolkit.models.device import sent
-from toolkit.models.embedding import losses_and_gradient, pooled
+from toolkit.models.embedding import losses_and_gradient, pooled, pooled_flat
 from toolkit.recipe.embedding import COSENT, Embedding
 from toolkit.train.heads import BESIDE, HeadTrainer, Scored
 from toolkit.train.retrieval import correlation_figures, retrieval_figures
@@ -86,7 +87,10 @@ class EmbeddingTrainer(HeadTrainer):
     def logits(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """(texts, width) vectors of a batch."""
         read = {name: inputs[name] for name in inputs if name not in BESIDE}
-        return pooled(model(**read).last_hidden_state, mask_of(inputs), self.pooling)
+        hidden = model(**read).last_hidden_state
+        if "read_at" in inputs:
+            return pooled_flat(hidden, inputs["cu_seq_lens_q"], texts_of(inputs), self.pooling)
+        return pooled(hidden, mask_of(inputs), self.pooling)
 
     def items(self, batch: dict[str, Any]) -> torch.Tensor:
         return sent(len(batch["rows"]), batch["input_ids"].device)

@@ -218,7 +218,7 @@ def generate(
     routed = hasattr(model.config.get_text_config(), "output_router_logits")
     without_router_logits = {"output_router_logits": False} if routed else {}
     with (
-        evaluating(model), torch.no_grad(), context, _generating_attention(model), inputs_on(model, device),
+        evaluating(model), torch.no_grad(), context, reading_masks(model), inputs_on(model, device),
         _own_positions(model),
     ):  # fmt: skip
         try:
@@ -300,9 +300,9 @@ def inputs_on(model: Any, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _generating_attention(model: Any) -> Iterator[None]:
-    """Generation pads on the left and keeps a cache, which document-boundary backends do not read; flex attention has
-    no kernel for prompts shorter than a block."""
+def reading_masks(model: Any) -> Iterator[None]:
+    """While this context lasts, attention reads masks. Generation pads on the left and keeps a cache, which
+    document-boundary backends do not read; flex attention has no kernel for prompts shorter than a block."""
     trained_with = model.config._attn_implementation
     if trained_with in (IMPLEMENTATIONS["eager"], IMPLEMENTATIONS["sdpa"]):
         yield

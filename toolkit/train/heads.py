@@ -21,14 +21,14 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from toolkit.common import UserError
 from toolkit.data.batches import ALIGNED
-from toolkit.data.collate import mask_of
-from toolkit.data.head_batches import HeadCollator
+from toolkit.data.head_batches import HeadCollator, apart, texts_of, tokens_of
 from toolkit.data.rows import IGNORE
 from toolkit.models import device
+from toolkit.models.heads import read_at
 from toolkit.models.preference import reward_losses
 from toolkit.recipe.preference import Preference
 from toolkit.train.classes import class_figures, entity_counts, entity_figures, entity_types
-from toolkit.train.evaluate import evaluating
+from toolkit.train.evaluate import evaluating, reading_masks
 from toolkit.train.preference import OF_ANSWERS
 from toolkit.train.session import Session
 from toolkit.train.told import Measurement, Telling
@@ -36,7 +36,7 @@ from toolkit.train.trainer import _ExactMixin
 
 OF_REWARDS = ("reward_mean", "reward_std")
 """What is said of rewards beside what is said of all pairs."""
-BESIDE = ("labels", "words", "rows", "keys", "scores", "share")
+BESIDE = ("labels", "words", "rows", "keys", "scores", "share", "read_at")
 """What a batch has beside what the model reads."""
 
 Scored = tuple[torch.Tensor, torch.Tensor, None]
@@ -49,6 +49,8 @@ class HeadTrainer(Telling, _ExactMixin, Trainer):
     settings: Preference
     model: Any
     classes: Sequence[str] = ()
+    of_tokens = False
+    """Whether tokens are scored, each by itself, and not texts."""
     _tokens: Any = 0
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
@@ -56,10 +58,15 @@ class HeadTrainer(Telling, _ExactMixin, Trainer):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         # Nothing is generated, and caches would hold keys and values of every evaluation.
         base.config.get_text_config().use_cache = False
+        self.head: Any = getattr(base, "score", None)
 
     def logits(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Scores of a batch: (rows, outputs), or of tokens (rows, seq, outputs)."""
-        return model(**{name: inputs[name] for name in inputs if name not in BESIDE}).logits
+        read = {name: inputs[name] for name in inputs if name not in BESIDE}
+        if "read_at" not in inputs or self.of_tokens:
+            return model(**read).logits
+        with read_at(self.head, inputs["read_at"]):
+            return model(**read).logits.view(texts_of(inputs), -1)
 
     def score(self, model: Any, inputs: dict[str, Any]) -> Scored:
         """Of a batch: the sum of the losses, how many these are, and no loss of routers."""
@@ -81,7 +88,7 @@ class HeadTrainer(Telling, _ExactMixin, Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Theirs counts labels where the model's forward takes them."""
-        own = [torch.stack([mask_of(batch).sum(), self.items(batch)]) for batch in batch_samples]
+        own = [torch.stack([tokens_of(batch), self.items(batch)]) for batch in batch_samples]
         sums = torch.stack(own).sum(0).double().to(device)
         tokens, items = self.accelerator.reduce(sums, reduction="sum")
         self._tokens = tokens
@@ -100,8 +107,7 @@ class RewardTrainer(HeadTrainer):
         super().__init__(model, args, **kwargs)
 
     def items(self, batch: dict[str, Any]) -> torch.Tensor:
-        rows = batch["input_ids"]
-        return device.sent(len(rows) // 2, rows.device)
+        return device.sent(texts_of(batch) // 2, batch["input_ids"].device)
 
     def scored(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Measurement]:
         rewards = self.logits(model, inputs).view(-1, 2).double()
@@ -185,13 +191,16 @@ class ClassTrainer(HeadTrainer):
 class TokenTrainer(ClassTrainer):
     """A model that tells the class of each word, at its first token."""
 
+    of_tokens = True
+
     def further(self, found: torch.Tensor, inputs: dict[str, Any]) -> list[torch.Tensor]:
         types = entity_types(self.classes)
         if self.model.training or not types:
             return []
         names = [*self.classes]
         counts = torch.zeros(len(types), 3, dtype=torch.float64)
-        for wanted, taken in zip(inputs["labels"].tolist(), found.tolist(), strict=True):
+        texts = (map(torch.Tensor.tolist, apart(each, inputs)) for each in (inputs["labels"], found))
+        for wanted, taken in zip(*texts, strict=True):
             words = [place for place, label in enumerate(wanted) if label != IGNORE]
             there, said = ([names[side[place]] for place in words] for side in (wanted, taken))
             counts += torch.tensor(entity_counts(there, said, types))
@@ -208,7 +217,8 @@ class TokenTrainer(ClassTrainer):
 
 
 def check_padding(session: Session) -> None:
-    """Asks the model itself, on its first rows, whether it scores a row alike by itself and beside a longer one.
+    """Asks the model itself, on its first rows, whether it scores a row alike by itself and beside a longer one, or end
+    to end with another.
 
     Of a decoder the score is read at the last token that is no padding, which its config must name.
 
@@ -217,30 +227,32 @@ def check_padding(session: Session) -> None:
     """
     trainer = session.trainer
     first = list(itertools.islice(iter(trainer.train_dataset), 2))
-    as_they_are = _filled_up(trainer.data_collator, 1)
-    wider = _filled_up(trainer.data_collator, as_they_are(first)["input_ids"].shape[1] + ALIGNED)
-    batches = [wider(first), *(as_they_are([row]) for row in first)]
+    flat = trainer.data_collator.layout == "flat"
+    as_they_are = _padded(trainer.data_collator, 1)
+    wider = _padded(trainer.data_collator, as_they_are(first)["input_ids"].shape[1] + ALIGNED)
+
+    def scores(batch: dict[str, Any]) -> torch.Tensor:
+        given = send_to_device(batch, trainer.args.device)
+        found = trainer.logits(trainer.model_wrapped, given).double()
+        return found if found.dim() == 2 else found[given["labels"] != IGNORE]
+
     with torch.no_grad(), evaluating(trainer.model_wrapped):
-        scores = [
-            trainer.logits(trainer.model_wrapped, send_to_device(batch, trainer.args.device)).double()
-            for batch in batches
-        ]
-        together, *apart = (
-            each if each.dim() == 2 else each[batch["labels"].to(each.device) != IGNORE]
-            for each, batch in zip(scores, batches, strict=True)
-        )
-    alone = torch.cat(apart)
+        together = scores((trainer.data_collator if flat else wider)(first))
+        with reading_masks(session.module):
+            alone = torch.cat([scores(as_they_are([row])) for row in first])
     difference = ((together - alone).norm() / alone.norm().clamp(min=1e-6)).reshape(1)
     largest = trainer.accelerator.gather(difference).max().item()
     exact = session.dtypes.compute == "float32" and not device.computes_tf32()
     if not largest < (1e-3 if exact else 0.1):
+        beside = "end to end with others" if flat else "beside longer ones"
         raise UserError(
-            f"{type(session.module).__name__} scores rows otherwise beside longer ones than by themselves: scores "
-            f"differ by {largest:.1g} of their size",
-            "set model.path to a model that Transformers pads right",
+            f"{type(session.module).__name__} scores rows otherwise {beside} than by themselves: scores differ by "
+            f"{largest:.1g} of their size",
+            "set model.attention=sdpa" if flat else "set model.path to a model that Transformers pads right",
         )
 
 
-def _filled_up(collator: HeadCollator, multiple: int) -> HeadCollator:
-    """Rows filled up to a multiple of another length."""
-    return dataclasses.replace(collator, whole=dataclasses.replace(collator.whole, pad_to_multiple_of=multiple))
+def _padded(collator: HeadCollator, multiple: int) -> HeadCollator:
+    """Rows filled up to a multiple of this length."""
+    whole = dataclasses.replace(collator.whole, layout="padded", pad_to_multiple_of=multiple)
+    return dataclasses.replace(collator, whole=whole)

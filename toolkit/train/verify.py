@@ -53,7 +53,8 @@ class Verify(TrainerCallback):
         if self._session.recipe.distills:
             check_heads(self._session, _first_rows(self._session))
         self._check()
-        if self._session.recipe.data.packing or self._session.attention in attention.VARLEN:
+        packs = self._session.recipe.data.packing or self._session.attention in attention.VARLEN
+        if packs and not self._session.recipe.headed:
             check_isolation(self._session)
         if self._session.layout.sharing > 1:
             check_parts(self._session)

@@ -183,7 +183,8 @@ def _loss(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> torch.T
 def _nll(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Sum over the tokens, their number, and a mixture of experts' own loss."""
     if setting.objective == EMBEDDING:
-        vectors = pooled(shallow.model(**inputs).last_hidden_state, inputs["attention_mask"], "mean")
+        hidden = shallow.model(**inputs).last_hidden_state
+        vectors = pooled(hidden, torch.ones_like(inputs["input_ids"]), "mean")
         return vectors.sum(), vectors.new_tensor(float(len(vectors))), None
     if setting.objective in HEADED:
         logits = shallow.model(**inputs).logits.float().flatten(0, -2)

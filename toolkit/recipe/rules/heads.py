@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import VARLEN_ATTENTION, Recipe
 
@@ -14,10 +15,13 @@ def _no_head(path: str, broken: Callable[[Recipe], object], why: str, change: st
 
 
 HEAD_RULES = {
-    "head-attention": _no_head(
+    "head-attention": Rule(
         "model.attention",
-        lambda r: r.model.attention in (*VARLEN_ATTENTION, "flex"),
-        "objective {r.objective} reads padded rows, and this attention gets them end to end",
+        lambda r, c: (
+            r.headed
+            and r.model.attention in ("flex", *(() if not c or model_configs.scored_flat(c) else VARLEN_ATTENTION))
+        ),
+        "objective {r.objective} reads padded rows of this model, and this attention gets them end to end",
         "set model.attention=sdpa, or auto",
     ),
     "head-packing": _no_head(
