@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toolkit.common import UserError
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout
-from toolkit.models.adapters import add_method
+from toolkit.models.adapters import add_method, cast_buffers
 from toolkit.models.coverage import parameter_counts
 from toolkit.models.load import ModelSource
 from toolkit.models.tiny import tiny_model
@@ -151,3 +151,13 @@ def test_an_adapter_whose_embeddings_stayed_tied_is_gone_on_with() -> None:
     after = adapted("method.modules_to_save=[model.embed_tokens]", "model.adapter=begun")
     for each in (after.get_input_embeddings(), after.get_output_embeddings()):
         assert torch.equal(each.weight, begun.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize("kind", ["minimax", "gemma3_text", "llama"])
+def test_buffers_have_the_types_of_a_model_that_is_loaded(kind: str) -> None:
+    model = tiny_model(models_doc.stated(kind, "sft"), "sft")
+    loaded = type(model)._from_config(model.config, dtype=torch.bfloat16)
+    cast_buffers(model, "bfloat16")
+    types = {name: each.dtype for name, each in model.named_buffers()}
+    assert types == {name: each.dtype for name, each in loaded.named_buffers()}
+    assert torch.float32 in types.values() and (torch.bfloat16 in types.values()) == (kind != "llama")

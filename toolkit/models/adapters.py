@@ -19,6 +19,7 @@ from toolkit.models.lora_products import add_by_product
 from toolkit.models.reach import EVERYWHERE, Reach
 from toolkit.models.stored import FORMS
 from toolkit.models.stored_loading import StoredConfig
+from toolkit.models.tiny import by_itself
 from toolkit.models.weight_reads import kept_whole, reads_of
 from toolkit.recipe import Recipe
 from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
@@ -230,6 +231,18 @@ def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: str) -> Non
     """Converts parameters only: `Module.to` would also round the frequencies of rotary embeddings."""
     for parameter in parameters:
         parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def cast_buffers(model: Any, dtype: str) -> None:
+    """Gives what is in no file, such as tables of positions, the type that it has in a model that is loaded in this
+    dtype: that one, or one of its own, as frequencies of rotary embeddings have."""
+    if all(name.endswith("inv_freq") for name, each in model.named_buffers() if each.is_floating_point()):
+        return  # What most models have, and need not be built for.
+    with by_itself(), torch.device("meta"):
+        loaded = type(model)._from_config(model.config, dtype=getattr(torch, dtype))
+    types = {name: each.dtype for name, each in loaded.named_buffers()}
+    for name, each in model.named_buffers():
+        each.data = each.data.to(types.get(name, each.dtype))
 
 
 def quantization_config(recipe: Recipe, dtypes: Dtypes, config: Any) -> QuantizationConfigMixin | None:

@@ -18,10 +18,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from toolkit.cache import share
 from toolkit.common import UserError, brief, first_line
 from toolkit.distributed.engines import Dtypes
-from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
+from toolkit.models.adapters import cast_buffers, cast_parameters, kept_in_fp32, on_whole_base
 from toolkit.models.parts import holds_parts, whole_of
 from toolkit.models.pipeline import chain
-from toolkit.models.tiny import by_itself
 from toolkit.train import stage_files
 from toolkit.train.divided import whole_parameters
 from toolkit.train.storage import flush
@@ -88,12 +87,7 @@ def as_saved(trainer: Any, dtypes: Dtypes) -> None:
         return
     kept = kept_in_fp32(model, getattr(torch, dtypes.export))
     cast_parameters((each for name, each in model.named_parameters() if not kept(name)), dtypes.export)
-    with by_itself(), torch.device("meta"):
-        loaded = type(model)._from_config(model.config, dtype=getattr(torch, dtypes.export))
-    # What is in no file, such as tables of positions, has the type in which a model is loaded, or one of its own.
-    types = {name: each.dtype for name, each in loaded.named_buffers()}
-    for name, each in model.named_buffers():
-        each.data = each.data.to(types.get(name, each.dtype))
+    cast_buffers(model, dtypes.export)
     if trainer.pipeline:
         trainer.pipeline.learn()
 

@@ -28,7 +28,7 @@ from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.files import check_disk, write_json
 from toolkit.models import attention, attention_kernels, compiled_layers, device
 from toolkit.models.adapter_init import begin_with_lost, begin_with_read
-from toolkit.models.adapters import add_method, cast_parameters, part_of_base
+from toolkit.models.adapters import add_method, cast_buffers, cast_parameters, part_of_base
 from toolkit.models.cast_choice import drops_casts, keeps_casts
 from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.heads import auto_class
@@ -174,6 +174,8 @@ def set_up(
     # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.
     model_hash = in_background(lambda: _hashes(source, teaches)) if first else None
     require_quantized(base, recipe)
+    if recipe.strategy.name == "fsdp" and types.compute != types.load:
+        cast_buffers(base, types.compute)  # FSDP gathers parameters in this type, and leaves these as they are.
     if liger:
         agreed.use_liger(base, arguments.device, progress)
     new_tokens: Any = tokenizer.convert_tokens_to_ids(recipe.model.new_tokens)
