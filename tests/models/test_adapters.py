@@ -161,3 +161,10 @@ def test_buffers_have_the_types_of_a_model_that_is_loaded(kind: str) -> None:
     types = {name: each.dtype for name, each in model.named_buffers()}
     assert types == {name: each.dtype for name, each in loaded.named_buffers()}
     assert torch.float32 in types.values() and (torch.bfloat16 in types.values()) == (kind != "llama")
+
+
+def test_what_balances_experts_is_never_rounded() -> None:
+    model = tiny_model(models_doc.stated("deepseek_v3", "sft"), "sft")
+    cast_buffers(model, "bfloat16")
+    biases = [each for name, each in model.named_buffers() if "e_score_correction_bias" in name]
+    assert biases and all(each.dtype == torch.float32 for each in biases)

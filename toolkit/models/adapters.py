@@ -234,13 +234,14 @@ def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: str) -> Non
 
 
 def cast_buffers(model: Any, dtype: str) -> None:
-    """Gives what is in no file, such as tables of positions, the type that it has in a model that is loaded in this
-    dtype: that one, or one of its own, as frequencies of rotary embeddings have."""
+    """Gives buffers, such as tables of positions, the type that they have in a model that is loaded in this dtype: that
+    one, or one of their own, as frequencies of rotary embeddings and what balances experts have."""
     if all(name.endswith("inv_freq") for name, each in model.named_buffers() if each.is_floating_point()):
         return  # What most models have, and need not be built for.
     with by_itself(), torch.device("meta"):
         loaded = type(model)._from_config(model.config, dtype=getattr(torch, dtype))
-    types = {name: each.dtype for name, each in loaded.named_buffers()}
+    kept = kept_in_fp32(model, getattr(torch, dtype))
+    types = {name: each.dtype for name, each in loaded.named_buffers() if not kept(name)}
     for name, each in model.named_buffers():
         each.data = each.data.to(types.get(name, each.dtype))
 
