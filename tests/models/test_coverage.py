@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_failures import quantized
-from models_doc import stated
-from small import INT8, LORA, NF4, populate
-from tiny import tiny_kind
+from small import INT8, LORA, populate
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.common import UserError
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout
 from toolkit.models.adapters import add_method
-from toolkit.models.coverage import is_quantized, parameter_counts, require_quantized, stored_form
+from toolkit.models.coverage import parameter_counts, require_quantized, stored_form
 from toolkit.models.load import ModelSource
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
@@ -101,11 +98,3 @@ def test_the_form_of_a_stored_base_is_read_back(form: str, place: Path, monkeypa
     monkeypatch.setenv("TINY_LLAMA", str(model))
     built = AutoModelForCausalLM.from_pretrained(model) if form == "none" else quantized(form)
     assert stored_form(built) == form
-
-
-def test_hybrids_whose_kernels_read_some_weights_are_quantized_but_for_these(tmp_path: Path) -> None:
-    """Of Bamba's layers 88% at its size, and nearly as much of a small copy."""
-    folder = tiny_kind(stated("bamba", "sft"), tmp_path / "bamba")
-    model = load(*NF4, f"model.path={folder}")
-    kept = [name for name, each in model.named_modules() if type(each) is torch.nn.Linear and "mamba.out_proj" in name]
-    assert kept and any(is_quantized(each) for each in model.parameters())

@@ -23,10 +23,9 @@ from toolkit.hub_cache import hub_caches
 from toolkit.recipe.config_limits import EXPERT_KEYS, LAYER_KEYS, POSITION_KEYS, read_config
 from toolkit.recipe.schema import Model
 
-QUANTIZED_SHARE = 0.8
+QUANTIZED_SHARE = 0.9
 """Least share of the parameters in a model's layers that a quantized base must have quantized: of decoders without
-experts bitsandbytes reaches more than 99%, of Bamba, whose kernels read some weights themselves, 88%, of mixtures with
-fused experts 1 to 10%."""
+experts bitsandbytes reaches more than 99%, of mixtures with fused ones 1 to 10%."""
 BUILTIN_MODELS = {"builtin:smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Names of built-in weights to the hub id they come from."""
 

@@ -21,7 +21,7 @@ HEAD_RULES = {
             r.headed
             and r.model.attention in ("flex", *(() if not c or model_configs.scored_flat(c) else VARLEN_ATTENTION))
         ),
-        "objective {r.objective} reads padded rows of this model, and this attention gets them end to end",
+        "objective {r.objective} does not lay out rows of this model as this attention takes them",
         "set model.attention=sdpa, or auto",
     ),
     "head-packing": _no_head(
