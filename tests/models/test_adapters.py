@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import models_doc
 import pytest
 import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from small import LORA, place_with
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -94,6 +98,21 @@ def test_settings_of_peft_reach_it() -> None:
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "o_proj", "gate_proj", "up_proj"}
     some = adapted("model.path=gpt2", "method.layers_to_transform=[1]", "extra.lora.layers_pattern=h")
     assert some.peft_config["default"].layers_pattern == "h" and all(".1." in name for name in ranks(some))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_fused_projections_of_experts_have_the_scale_of_each_on_its_own(rslora: bool, tmp_path: Path) -> None:
+    targets = "method.target_modules=all-linear"
+    asked = ["model.path=moe", "method.r=4", "method.lora_alpha=6", "lora_dropout=0", targets]
+    model = adapted(*asked, f"method.use_rslora={rslora}")
+    # Of four experts, and of two projections of each.
+    assert {rank for name, rank in ranks(model).items() if "experts" in name} == {4 * 4, 4 * 4 * 2}
+    model.save_pretrained(tmp_path)
+    base = ModelSource.open(recipe(*asked)).load(dtypes(recipe(*asked)), "sdpa")
+    for each in (model, PeftModel.from_pretrained(base, tmp_path)):
+        layers = [layer for layer in each.modules() if isinstance(layer, LoraLayer)]
+        scales = {scale for layer in layers for scale in layer.scaling.values()}
+        assert scales == {6 / math.sqrt(4) if rslora else 6 / 4}
 
 
 @pytest.mark.parametrize(

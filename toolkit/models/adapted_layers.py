@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -92,6 +93,8 @@ def wrapped(model: PreTrainedModel, adapter: Any, others: list[str], outside: Se
     beside = [*map(re.escape, others)] if asked == "all-linear" else []
     if hidden or beside:
         adapter.exclude_modules = _any_of([*given, *hidden, *beside])
+    if adapter.use_rslora:
+        _scale_fused(adapter, model)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="You have passed exclude_modules")
         adapted = get_peft_model(model, adapter)
@@ -104,6 +107,18 @@ def wrapped(model: PreTrainedModel, adapter: Any, others: list[str], outside: Se
         }
     adapter.exclude_modules = _any_of([*given, *hidden]) if hidden else excluded
     return adapted
+
+
+def _scale_fused(adapter: Any, model: PreTrainedModel) -> None:
+    """Keeps rsLoRA's scale, alpha / sqrt(r), for projections of experts that Transformers fuses: PEFT multiplies their
+    rank and alpha by the number of those that are fused, which keeps alpha / r."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    given = dict(adapter.alpha_pattern)
+    convert_peft_config_for_transformers(adapter, model, None)
+    for name in adapter.alpha_pattern.keys() - given.keys():
+        fused = adapter.rank_pattern[name] / adapter.r
+        adapter.alpha_pattern[name] = adapter.lora_alpha * math.sqrt(fused)
 
 
 def _any_of(patterns: list[str]) -> str:
