@@ -27,6 +27,7 @@ from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models.adapters import add_method
 from toolkit.models.compiled_layers import CompiledLayers
+from toolkit.models.dropout import dropout
 from toolkit.models.fp8_products import multiply_in_fp8
 from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
@@ -198,7 +199,7 @@ def test_a_trace_is_what_real_tensors_take(
     ],
 )
 def test_compiled_layers_keep_what_is_traced_of_them(
-    model: str, method: dict[str, Any], precision: str, left: float, tmp_path: Path
+    model: str, method: dict[str, Any], precision: str, left: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By Inductor, whose graphs hold what they keep; the trace has none of it compiled. The second graphs are not those
     of torch's cache, which has the first ones by then.
@@ -214,6 +215,7 @@ def test_compiled_layers_keep_what_is_traced_of_them(
         | {"method": method, "precision": precision}
     )
     cpu = setting_of(recipe, config, "cpu", "sdpa", BatchLayout(BATCH, BATCH, 1, 1, LENGTH))
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
     plain, elementwise = (_kept_by_inductor(recipe, config, each) for each in (False, True))
     for mode, measured in (("none", plain), ("elementwise", elementwise)):
         planned = traced(dataclasses.replace(cpu, compiled=True, checkpointing=mode, products=products))

@@ -245,8 +245,9 @@ class _PartOfDropout(torch.nn.Module):
         if not self.training:
             return inputs
         width = inputs.shape[-1]
-        kept = inputs.new_empty(*inputs.shape[:-1], width * self._size).bernoulli_(1 - self.p).div_(1 - self.p)
-        return inputs * kept.narrow(-1, self._index * width, width)
+        kept = F.dropout(inputs.new_ones(*inputs.shape[:-1], width * self._size), self.p)
+        part = kept.narrow(-1, self._index * width, width)
+        return torch.where(part != 0, inputs * (1 / (1 - self.p)), 0.0)
 
 
 def _sum_gradients(module: Any, size: int) -> None:

@@ -34,9 +34,9 @@ def backend(
     requested, compute, device = recipe.model.attention, dtypes(recipe).compute, hardware.device
     shares_by = recipe.parallel.shares_by
     best = attention.planned(requested, config, compute, device.kind, device.capability, shares_by, recipe.headed)
-    # Selective checkpointing keeps what fused kernels return. Encoders' attention has not been measured.
-    open_to_eager = recipe.activation_checkpointing.mode != "selective" and recipe.objective != "seq2seq"
-    open_to_eager = open_to_eager and not attention.unfit("eager", config, compute)
+    # Selective checkpointing keeps what fused kernels return.
+    selective = recipe.activation_checkpointing.mode == "selective"
+    open_to_eager = not selective and not attention.unfit("eager", config, compute)
     if (requested, best) != ("auto", "sdpa") or not (open_to_eager and hardware.attention):
         return best, ""
     layout = batch_layout(recipe, hardware.devices)

@@ -26,7 +26,7 @@ from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.distributed.layout import batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.files import check_disk, write_json
-from toolkit.models import attention, attention_kernels, compiled_layers, device
+from toolkit.models import attention, attention_kernels, compiled_layers, device, dropout
 from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_buffers, cast_parameters, part_of_base
 from toolkit.models.cast_choice import drops_casts, keeps_casts
@@ -170,6 +170,7 @@ def set_up(
     begins, apart = source_of(source, folder), world.world_size // layout.pipeline
     away = elsewhere(auto_class(recipe.objective), begins.config, split, world.rank // apart) if split else ()
     base = begins.load(types, backend, away)
+    dropout.install()
     share(layout)
     # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.
     model_hash = in_background(lambda: _hashes(source, teaches)) if first else None

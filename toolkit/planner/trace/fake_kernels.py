@@ -23,7 +23,7 @@ from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
 
 from toolkit.distributed.engines import Dtypes
-from toolkit.models import attention, context_parallel, experts, fused_head, stored
+from toolkit.models import attention, context_parallel, dropout, experts, fused_head, stored
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.tracker import STAND_INS, attention_flops
 
@@ -234,6 +234,8 @@ def installed(setting: Setting) -> Iterator[None]:
         # second time.
         for owner in (torch, torch.Tensor, functional):
             replaced.append((owner, {name: _in_fp32(getattr(owner, name)) for name in _FP32 if hasattr(owner, name)}))
+    else:
+        replaced.append((functional, {"dropout": dropout.dropout}))
     with contextlib.ExitStack() as stack:
         for owner, functions in replaced:
             stack.enter_context(patch.multiple(owner, **functions))
@@ -278,7 +280,7 @@ def _recorded(forward: Any) -> Any:
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """GPUs keep a byte for every element; CPUs the factors, in the type of the input.
+    """GPUs keep a byte for every element; torch's own of CPUs the factors, in the type of the input.
 
     Source: `is_fused_kernel_acceptable` in ATen/native/Dropout.cpp.
     """
