@@ -39,7 +39,7 @@ class _Dropout(torch.autograd.Function):
         return torch.where(keeps, input * (1 / (1 - p)), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (saved,) = ctx.saved_tensors
         # From two other numbers, although they are the same: what is computed twice alike torch would keep.
         keeps = saved if saved.dtype == torch.bool else kept(gradient.shape, ctx.p, saved[2:])
