@@ -19,7 +19,7 @@ from toolkit.distributed.engines import dtypes
 from toolkit.models.adapters import add_method
 from toolkit.models.coverage import is_quantized
 from toolkit.models.load import ModelSource
-from toolkit.models.weight_reads import Reads, kept_whole, reads_of
+from toolkit.models.weight_reads import Reads, _ask, kept_whole, reads_of
 from toolkit.recipe import Recipe
 from toolkit.recipe.rules import load_checked
 
@@ -51,6 +51,14 @@ COEFFICIENTS = tuple(rf"model\.layers\.\d+\.altup\.{each}_coefs" for each in ("c
 )
 def test_reads_are_asked_of_a_tiny_copy(kind: str, objective: str, reads: Reads) -> None:
     assert reads_of(models_doc.stated(kind, objective), objective) == reads
+
+
+@pytest.mark.parametrize(("kind", "objective"), [("blenderbot", "seq2seq"), ("gpt2", "sft"), ("qwen3_moe", "sft")])
+def test_what_is_drawn_next_does_not_depend_on_who_asked_before(kind: str, objective: str) -> None:
+    _ask.cache_clear()
+    state = torch.get_rng_state()
+    reads_of(models_doc.stated(kind, objective), objective)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_layers_that_are_read_stay_beside_the_head() -> None:

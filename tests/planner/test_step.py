@@ -101,6 +101,20 @@ def test_the_update_is_that_of_the_optimizer() -> None:
     assert newton_schulz_flops(wide.recipe, wide.trace) == 5 * 3 * (4 * 100 * 100 * 200 + 2 * 100**3)
 
 
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [("lion", 60), ("adamw_8bit", 280), ("lion_8bit", 140), ("ademamix_8bit", 420), ("adamw_torch_4bit", 770)],
+)
+def test_optimizers_with_kernels_for_gpus_alone_take_longer_on_a_cpu(name: str, moved: int) -> None:
+    """Bytes for each parameter, as measured; what all optimizers read and write is the same on both."""
+
+    def more(kind: str) -> float:
+        one, adamw = (step(device(kind), passes=1, optimizer={"name": each}).compute for each in (name, "adamw"))
+        return one - adamw
+
+    assert more("cpu") - more("cuda") == pytest.approx(moved * TRAINED / 0.5e12, rel=1e-6)
+
+
 def test_an_optimizer_on_the_host_runs_at_the_hosts_speed() -> None:
     offloads = {"name": "zero2", "offload_optimizer": "cpu"}
     found = step(passes=1, strategy=offloads)

@@ -80,7 +80,6 @@ ELSEWHERE = {
     "train/divided_experts": "whole/test_expert_parallel",
     "train/expert_load": "models/test_routing",
     "train/divided": "whole/test_tensor_parallel",
-    "train/gradients": "train/test_trainer",
     "train/bad_batches": "train/test_batch_guard",
     "data/pretokenised": "data/test_published_forms",
     "train/saved_state": "train/test_elastic",

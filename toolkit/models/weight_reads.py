@@ -78,7 +78,9 @@ def reads_of(config: Any, objective: str, trust_remote_code: bool = False) -> Re
         config: The model's configuration object.
         objective: As in the recipe.
     """
-    return _ask(_Hashed(config, repr(sorted(config.to_dict().items(), key=str))), objective, trust_remote_code)
+    # It draws numbers the first time, and adapters that are initialised next must not depend on that.
+    with torch.random.fork_rng(devices=[]):
+        return _ask(_Hashed(config, repr(sorted(config.to_dict().items(), key=str))), objective, trust_remote_code)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 from toolkit.models.parts import group_of, holds_parts
 from toolkit.models.pipeline import counts, piped, pipeline_group
 
+_ROW, _LARGE = 512, 2**14
+"""Numbers whose squares are summed in fp32, and those of a gradient from which on that pays."""
+
 
 class Clipping:
     """How a trainer clips, and what norm it logs. Goes before a trainer."""
@@ -54,7 +57,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     """
     updated = [(each, each.grad) for each in parameters if each.grad is not None]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for _, gradient in updated]
-    norms = torch._foreach_norm(local, 2, dtype=torch.float64)
+    norms = _norms(local)
     squares = torch.stack(norms).square() if norms else torch.zeros(0, dtype=torch.float64)
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for number, (parameter, gradient) in enumerate(updated):
@@ -74,6 +77,24 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     if scale < 1:
         torch._foreach_mul_(local, scale)
     return norm.float()
+
+
+def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each gradient, in fp64. torch's kernel for a sum in another type than the gradient's takes one number
+    after the other on a CPU: for 135M it took 118 ms, where those of large gradients by rows take 17."""
+    by_rows = [each.device.type == "cpu" and each.numel() >= _LARGE for each in gradients]
+    whole = [each for each, rows in zip(gradients, by_rows, strict=True) if not rows]
+    others = iter(torch._foreach_norm(whole, 2, dtype=torch.float64) if whole else ())
+    return [_by_rows(each) if rows else next(others) for each, rows in zip(gradients, by_rows, strict=True)]
+
+
+def _by_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """The norm, to 1e-8: of short rows in fp32, and of these in fp64."""
+    flat = gradient.reshape(-1)
+    rows, left = divmod(flat.numel(), _ROW)
+    of_rows = torch.linalg.vector_norm(flat[: rows * _ROW].view(rows, _ROW), dim=1, dtype=torch.float32)
+    parts = (of_rows, flat[rows * _ROW :]) if left else (of_rows,)
+    return torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in parts]).norm()
 
 
 def _divided_over(parameter: Any, gradient: Any) -> tuple[Any, ...]:
