@@ -107,7 +107,8 @@ def adapter(job: dict[str, Any]) -> Any:
     from peft import LoraConfig
 
     task = "SEQ_CLS" if job["objective"] in ("reward", "classification") else "CAUSAL_LM"
-    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=task)
+    dropout = job.get("lora_dropout", 0.0)
+    return LoraConfig(r=16, lora_alpha=32, lora_dropout=dropout, target_modules="all-linear", task_type=task)
 
 
 def trl(job: dict[str, Any]) -> Trainer:

@@ -1,4 +1,4 @@
-"""Dropout on CPUs by a hash of each element's place, in the stead of torch's.
+"""Dropout on CPUs by a hash of each element's place, instead of torch's own.
 
 torch draws the numbers of a CPU's dropout one after the other, on one core, and Inductor one by one in scalars: at
 `lora_dropout: 0.05` LoRA on SmolLM2-135M took 1.5 times as long as without dropout, and compiled twice as long (two
