@@ -10,7 +10,7 @@ import torch
 from small import LORA, place_with, set_up
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.models.dropout import dropout
+from toolkit.models.dropout import _of_torch, dropout
 
 place = place_with("llama")
 Tensors = tuple[torch.Tensor, ...]
@@ -19,7 +19,7 @@ Tensors = tuple[torch.Tensor, ...]
 @pytest.fixture(autouse=True)
 def of_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "dropout", torch.nn.functional.dropout)
+        patch.setattr(torch.nn.functional, "dropout", _of_torch)  # Earlier tests of this process may have had ours.
         torch.manual_seed(5)
         yield
 
