@@ -13,6 +13,8 @@ import pytest
 import small
 import torch
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,8 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.common import UserError
 from toolkit.distributed.engine_state import EngineState
 from toolkit.distributed.layout import World
-from toolkit.models import compiled_layers
+from toolkit.models import compiled_layers, dropout
 from toolkit.models.compiled_layers import CompiledLayers, compiled
+from toolkit.models.stored import StoredLinear, stored_as
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import compilation
 from toolkit.recipe.rules import load_checked
@@ -63,6 +66,47 @@ def trained(model: Any, rows: int, length: int) -> tuple[float, float]:
     loss.backward()
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     return loss.item(), torch.stack([each.norm() for each in gradients]).norm().item()
+
+
+class Stored(GradientCheckpointingLayer):
+    """A layer whose parts have gradients of the toolkit's own: dropout, and a base of fewer bits."""
+
+    def __init__(self, rate: float, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        source, self.rate = torch.nn.Linear(32, 32, bias=False), rate
+        self.base, self.norm = StoredLinear(source, form), torch.nn.LayerNorm(32)
+        self.base.weight = stored_as(form, source.weight.data)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.base(functional.dropout(self.norm(hidden), self.rate))
+
+
+def begun(rate: float, form: str) -> tuple[list[float], int, int]:
+    """What a process computes with a compiled layer, and how many graphs it takes from the cache and adds to it."""
+    torch._dynamo.reset()
+    counted, before = counters["aot_autograd"], counters["aot_autograd"].copy()
+    layers = torch.nn.Sequential(Stored(rate, form))
+    CompiledLayers(layers)
+    torch.manual_seed(4)
+    outputs = layers(torch.randn(3, 7, 32, requires_grad=True))
+    outputs.square().sum().backward()
+    found = [outputs.norm().item(), *(each.grad.norm().item() for each in layers.parameters() if each.grad is not None)]
+    hits, saved = (counted[f"autograd_cache_{each}"] - before[f"autograd_cache_{each}"] for each in ("hit", "saved"))
+    return found, hits, saved
+
+
+def test_the_next_run_takes_graphs_with_gradients_of_our_own_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "dropout", dropout.dropout)
+    with fresh_cache():
+        found, *first = begun(0.05, "fp8")
+        again, *second = begun(0.05, "fp8")
+        other_rate, *third = begun(0.5, "fp8")
+        other_form, *fourth = begun(0.05, "int4")
+        monkeypatch.setattr(compiled_layers, "_DROPOUT", dict.fromkeys(compiled_layers._DROPOUT, "changed"))
+        changed, *fifth = begun(0.05, "fp8")
+    assert [first, second, third, fourth, fifth] == [[0, 1], [1, 0], [0, 1], [0, 1], [0, 1]]
+    assert found == again == changed and other_rate[0] > 1.1 * found[0] and other_form != found
 
 
 @pytest.mark.parametrize(

@@ -8,25 +8,34 @@ A graph is divided into its forward and backward pass by a minimum cut: what the
 tensors within its own kernels is not kept for it. torch leaves out what a matrix product of the backward pass reads,
 such as the result of a norm or of an activation function, as that has to be written to memory once more. Told to
 recompute it all the same, it keeps a third less, and still repeats no product and no attention.
+
+What is compiled is kept on disk, so that the next run starts with it. torch keeps no graph with a function whose
+gradient is our own unless it is told that a graph's code, of which that function's is a part, says all there is.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._functorch.config as partitioning
+import torch._inductor.config as inductor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.common import in_background
+from toolkit.models import dropout
 from toolkit.models.grouped_adapters import group_adapters
 
 _KEPT_FOR_SPEED = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart")
 """What torch keeps although it could be computed again: what products of the backward pass read, and what is made of a
 tensor after a product that reads it too, such as the dropped-out inputs of adapters."""
+_DROPOUT = {"toolkit.models.dropout.dropout": hashlib.sha256(inspect.getsource(dropout).encode()).hexdigest()}
+"""What graphs call by its name, with its code, without which torch's cache would not know of a change in it."""
 _VARIANTS = 8
 """Graphs of a kind of layer: with and without a mask, of one row and of several. So many torch allows a function, which
 here serves all kinds: those beyond would run as they are, and keep all that the plan takes for fused."""
@@ -90,7 +99,11 @@ class CompiledLayers:
     def _compile(self, graph: Any, inputs: Any) -> Any:
         group_adapters(graph)
         # Here graphs are divided. torch's cache of them knows these settings: they are a part of its keys.
-        with partitioning.patch(dict.fromkeys(_KEPT_FOR_SPEED, not self._elementwise)):
+        division = dict.fromkeys(_KEPT_FOR_SPEED, not self._elementwise)
+        with (
+            partitioning.patch(division | {"autograd_cache_allow_custom_autograd_functions": True}),
+            inductor.patch(unsafe_marked_cacheable_functions=_DROPOUT),
+        ):
             compiled = torch._dynamo.lookup_backend(self._backend)(graph, inputs)
         self.graphs += 1
         return compiled
