@@ -14,15 +14,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """What `cpu_engines` does, with parameters in 64 bits, which no recipe can ask for."""
     import cpu_engines
 
-    from toolkit.train import setup, verify
+    from toolkit.train import model as loading
+    from toolkit.train import verify
 
-    divide = setup.divide_model
+    divide = loading.divide_model
 
     def widened(model: Any, *parts: int) -> None:
         model.double()
         divide(model, *parts)
 
-    setup.divide_model = widened
-    setup.cast_parameters = lambda *to_what_the_recipe_says: None
+    loading.divide_model = widened
+    loading.cast_parameters = lambda *to_what_the_recipe_says: None
     verify.verify = lambda *of_the_recipe: None
     return cpu_engines.main(arguments)

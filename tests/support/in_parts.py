@@ -21,9 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """What `cpu_engines` does, with products in parts."""
     import cpu_engines
 
-    from toolkit.train import setup
+    from toolkit.train import model as loading
 
-    setup.divide_model = in_parts
+    loading.divide_model = in_parts
     return cpu_engines.main(arguments)
 
 

@@ -77,9 +77,9 @@ def every_architecture() -> dict[str, Any]:
 
 
 def train(arguments: list[str]) -> int:
-    from toolkit.train import main, setup
+    from toolkit.train import decide, main
 
-    setup.device = SimpleNamespace(kind=lambda: "cuda")
+    decide.device = SimpleNamespace(kind=lambda: "cuda")
     return main.main(arguments)
 
 

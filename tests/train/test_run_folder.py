@@ -29,7 +29,8 @@ from toolkit.models.load import ModelSource
 from toolkit.recipe import Loaded, load
 from toolkit.recipe.load import load_resolved
 from toolkit.seal import contents, seal
-from toolkit.train import checkpoint, setup
+from toolkit.train import checkpoint
+from toolkit.train import model as loading
 from toolkit.train.run_folder import (
     RunFolder,
     claim,
@@ -236,7 +237,7 @@ def test_nobody_waits_until_the_model_is_hashed(place: Path, monkeypatch: pytest
         (place / "not downloaded yet").rename(weights)
         return load(source, *arguments)
 
-    monkeypatch.setattr(setup, "hash_files", slowly)
+    monkeypatch.setattr(loading, "hash_files", slowly)
     monkeypatch.setattr(ModelSource, "load", downloading)
     session = set_up()
     assert "model" not in session.folder.manifest().hashes

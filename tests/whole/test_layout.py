@@ -18,6 +18,8 @@ ELSEWHERE = {
     "train/process": "train/test_main",
     "train/session": "train/test_main",
     "train/snapshots": "train/test_selection",
+    "train/decide": "train/test_main",
+    "train/model": "train/test_main",
     "train/setup": "train/test_main",
     "train/objectives": "train/test_main",
     "train/agreed": "train/test_main",
