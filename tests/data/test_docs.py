@@ -15,8 +15,8 @@ from toolkit.data.recognition import recognise
 from toolkit.data.sources import SPLITS
 from toolkit.data.streaming import AUDITED_ROWS, SHUFFLE_BUFFER
 from toolkit.data.task import Task
+from toolkit.recipe.data import FORMATS, Data, Source
 from toolkit.recipe.embedding import Embedding
-from toolkit.recipe.schema import FORMATS, Data, Source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"^\| `(\w+)` \| `(\{.*\})` \|$", PAGE, re.MULTILINE))

@@ -14,7 +14,7 @@ from toolkit.common import UserError
 from toolkit.data.recognition import recognise
 from toolkit.data.rows import Chat, Completion, Pair, Row, Segments, Text, Tokens, from_json, to_json
 from toolkit.data.task import Task
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 
 def convert(

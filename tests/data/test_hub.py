@@ -17,7 +17,7 @@ import pytest
 from toolkit.common import UserError
 from toolkit.data import hub
 from toolkit.data.sources import open_source
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 MODEL = "nobody/nothing"
 

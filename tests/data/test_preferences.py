@@ -20,7 +20,7 @@ from toolkit.data.preview import show
 from toolkit.data.recognition import recognise
 from toolkit.data.rows import IGNORE, Preference, from_json, to_json
 from toolkit.data.task import Task, is_empty
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 STOP = "<|im_end|>"
 

@@ -13,7 +13,7 @@ from toolkit.common import UserError
 from toolkit.data.recognition import recognise
 from toolkit.data.rows import Chat, Completion, Prompted, from_json, to_json
 from toolkit.data.task import Task, is_empty
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 USER = {"role": "user", "content": "2 + 2"}
 ASSISTANT = {"role": "assistant", "content": "4"}

@@ -20,7 +20,7 @@ from toolkit.data.encode import Encoder
 from toolkit.data.recognition import recognise
 from toolkit.data.rows import IGNORE
 from toolkit.data.task import Task
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 CHATML = """\
 {%- for m in messages %}<|im_start|>{{ m.role }}

@@ -10,7 +10,7 @@ from toolkit.common import UserError
 from toolkit.data.recognition import recognise
 from toolkit.data.rows import Chat, Completion, Preference
 from toolkit.data.task import Task, is_empty
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 
 def pair(row: dict[str, Any], **settings: Any) -> Preference:

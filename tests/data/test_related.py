@@ -12,8 +12,8 @@ from toolkit.data.recognition import recognise
 from toolkit.data.related import Texts, key_of
 from toolkit.data.rows import Related, from_json, sides, to_json
 from toolkit.data.task import Task, is_empty
+from toolkit.recipe.data import Source
 from toolkit.recipe.embedding import Embedding
-from toolkit.recipe.schema import Source
 
 
 def read(row: dict[str, Any], source: dict[str, Any] | None = None, **settings: Any) -> Related:

@@ -22,7 +22,7 @@ import pytest
 from toolkit.common import UserError
 from toolkit.data.remote import find
 from toolkit.data.sources import open_source
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 ROWS = [{"text": "one"}, {"text": "two"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

@@ -18,7 +18,7 @@ from datasets import Dataset, DatasetDict
 from toolkit.common import UserError
 from toolkit.data import sources
 from toolkit.data.sources import open_source, split_of
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 
 def read(path: Path | str, **settings: Any) -> list[dict[str, Any]]:

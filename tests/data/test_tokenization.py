@@ -19,7 +19,7 @@ from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Tex
 from toolkit.data.sources import open_source
 from toolkit.data.task import Task, is_empty
 from toolkit.data.tokenization import Chunker, collect, pack, tokenise
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 
 def documents_dataset(lengths: list[int]) -> Dataset:

@@ -15,7 +15,8 @@ import pytest
 from recipes import write
 from toolkit.cli.main import main
 from toolkit.recipe import Problem, Recipe, RecipeError, Section, load
-from toolkit.recipe.schema import Source, sections
+from toolkit.recipe.data import Source
+from toolkit.recipe.schema import sections
 
 SECRET = "hunter2hunter2"
 VARIABLE = "${oc.env:MY_VARIABLE}"

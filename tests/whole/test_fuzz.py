@@ -36,9 +36,10 @@ from toolkit.data.task import Task
 from toolkit.data.tokenization import Chunker, open_rows
 from toolkit.distributed.engines import dtypes
 from toolkit.models.load import ModelSource
+from toolkit.recipe.data import Source
 from toolkit.recipe.module_names import parameter_names
 from toolkit.recipe.rules import load_checked
-from toolkit.recipe.schema import Model, Source
+from toolkit.recipe.schema import Model
 from toolkit.report.run_page import write_report
 
 SECONDS = 15

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "train/startup": "train/test_callbacks",
     "train/train": "train/test_main",
     # Steps of one piece of work, which is tested as a whole.
+    "recipe/data": "recipe/test_schema",
     "recipe/faults": "recipe/test_rules",
     "recipe/preference": "recipe/test_rules",
     "recipe/heads": "recipe/test_rules",

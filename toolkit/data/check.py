@@ -15,7 +15,7 @@ from toolkit.data.recognition import recognise
 from toolkit.data.sources import open_source
 from toolkit.data.task import Task, is_empty
 from toolkit.recipe import Problem, Recipe, origin_of
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 _ROWS = 20
 _WHOLE = ("json", "csv", "tsv", "text")

@@ -36,7 +36,7 @@ from toolkit.data.rows import (
     Text,
 )
 from toolkit.data.task import Task
-from toolkit.recipe.schema import FORMATS, OF_CHATS
+from toolkit.recipe.data import FORMATS, OF_CHATS
 
 # The prompts of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca, README).
 ALPACA_WITH_INPUT = (

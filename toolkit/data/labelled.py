@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.common import UserError, brief
 from toolkit.data.columns import EMPTY, by_lower_case, mapping_text, parsed
 from toolkit.data.rows import IGNORE, Chat, Labelled, Tagged, Text
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 PAIRS_OF_TEXTS = (
     *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence")),

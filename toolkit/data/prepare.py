@@ -46,8 +46,8 @@ from toolkit.data.token_table import TokenTable
 from toolkit.data.tokenization import Chunker, collect, pack, tokenise
 from toolkit.files import write_json
 from toolkit.recipe import Recipe
+from toolkit.recipe.data import Source
 from toolkit.recipe.rules.inputs import TEMPLATE_ARGUMENTS
-from toolkit.recipe.schema import Source
 from toolkit.recipe.spelling import did_you_mean
 from toolkit.seal import build_sealed
 

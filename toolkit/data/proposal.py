@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.common import UserError
 from toolkit.data.columns import OFTEN_CALLED, by_lower_case, mapping_text, parsed, value_at
 from toolkit.data.messages import are_messages, holds_messages
-from toolkit.recipe.schema import FORMATS, OF_OBJECTIVES
+from toolkit.recipe.data import FORMATS, OF_OBJECTIVES
 
 
 def proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool) -> str:

@@ -22,7 +22,7 @@ from toolkit.data.proposal import check_named, listed, proposal
 from toolkit.data.ratings import ANSWERS, SCORES, find_ratings
 from toolkit.data.related import form_of, related_columns
 from toolkit.data.task import Task
-from toolkit.recipe.schema import FORMATS, OF_OBJECTIVES, Source
+from toolkit.recipe.data import FORMATS, OF_OBJECTIVES, Source
 
 _PLAIN = ("text", "segments", "tokens")
 

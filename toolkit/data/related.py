@@ -20,8 +20,8 @@ from toolkit.common import UserError
 from toolkit.data.columns import EMPTY, by_lower_case, mapping_text, parsed
 from toolkit.data.labelled import PAIRS_OF_TEXTS, check_format
 from toolkit.data.rows import Related
+from toolkit.recipe.data import FORMATS, Source
 from toolkit.recipe.embedding import COSENT, Embedding
-from toolkit.recipe.schema import FORMATS, Source
 
 _PAIRS = (
     *(("anchor", "positive"), ("query", "positive"), ("question", "positive"), ("question", "answer")),

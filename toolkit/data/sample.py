@@ -37,7 +37,7 @@ from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics
 from toolkit.data.task import Task
 from toolkit.recipe import Recipe, model_configs
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 SAMPLED = 300
 """Rows of each source."""

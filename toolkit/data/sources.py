@@ -26,7 +26,7 @@ import xxhash
 from toolkit.common import UserError, first_line
 from toolkit.data import hub, readers, remote
 from toolkit.data.readers import RawRow
-from toolkit.recipe.schema import Source
+from toolkit.recipe.data import Source
 
 SPLITS = {
     "train": {"train", "training"},

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from toolkit.recipe.data import FORMATS
 from toolkit.recipe.dotted import inline
 from toolkit.recipe.libraries import PASSED
 from toolkit.recipe.other_names import (
@@ -27,7 +28,7 @@ from toolkit.recipe.other_names import (
     TYPES,
     VALUES,
 )
-from toolkit.recipe.schema import FORMATS, Recipe, leaf_paths
+from toolkit.recipe.schema import Recipe, leaf_paths
 
 _BY_LETTERS = {re.sub("_", "", key).lower(): key for key in (*ADVICE, *PLACES, *BY_VALUE)}
 """Keys of other tools by their letters alone: `loadIn4Bit` and `load-in-4bit` are `load_in_4bit`."""

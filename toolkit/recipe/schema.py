@@ -1,7 +1,7 @@
 """The recipe: every key that a user may write, its type, its default and what it means.
 
-`Recipe` holds the keys at the top, the model and the data; `sections` holds how it is trained. pydantic refuses unknown
-keys, converts nothing silently and freezes what it read.
+`Recipe` holds the keys at the top, and the model; `data` holds what it is trained on, `sections` how. pydantic refuses
+unknown keys, converts nothing silently and freezes what it read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.recipe.base import Place, Section
+from toolkit.recipe.data import Data
 from toolkit.recipe.distillation import DISTILLATION, Distillation
 from toolkit.recipe.embedding import Embedding
 from toolkit.recipe.faults import Faults
@@ -31,7 +32,6 @@ from toolkit.recipe.reinforcement import REINFORCED, Policy, Rewards, Rollout
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
     ActivationCheckpointing,
-    Arguments,
     Batch,
     Checkpoint,
     Evaluation,
@@ -40,7 +40,6 @@ from toolkit.recipe.sections import (
     Method,
     Optimizer,
     Output,
-    PositiveInt,
     Schedule,
     Strategy,
 )
@@ -50,31 +49,6 @@ VARLEN_ATTENTION = ("torch_varlen", "flash_attention_2", "flash_attention_3", "f
 CHAT_TEMPLATES = ("chatml",)
 """Names of built-in chat templates."""
 ATTENTION_BACKENDS = ("auto", "eager", "sdpa", "flex", *VARLEN_ATTENTION)
-OF_CHATS = ("tools", "functions", "chat_template_kwargs")
-FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "text": (("text",), ()),
-    "prompt_completion": (("prompt", "completion"), ("system", *OF_CHATS)),
-    "alpaca": (("instruction", "output"), ("input", "system", "history", "reasoning", *OF_CHATS)),
-    "messages": (("messages",), ("system", *OF_CHATS)),
-    "sharegpt": (("conversations",), ("system", *OF_CHATS)),
-    "source_target": (("source", "target"), ()),
-    "segments": (("segments",), ()),
-    "tokens": (("input_ids",), ("labels", "attention_mask", "completion_mask", "assistant_masks", "loss_mask")),
-    "preference": (
-        ("chosen", "rejected"),
-        ("instruction", "input", "prompt", "messages", "conversations", "history", "system", *OF_CHATS),
-    ),
-    "labelled": (("label",), ("text", "text_pair", "messages", "system", *OF_CHATS)),
-    "tagged": (("tokens", "tags"), ()),
-    "related": (("anchor", "positive"), ("negative", "negatives", *(f"negative_{n}" for n in range(1, 17)))),
-    "scored": (("sentence1", "sentence2", "score"), ()),
-}
-"""Format to its required and its optional columns."""
-OF_OBJECTIVES = ("preference", "labelled", "tagged", "related", "scored")
-"""Formats that belong to objectives, and are not recognised by their columns alone."""
-
-
-Roles = Annotated[list[Literal["system", "user", "assistant", "tool"]], Field(min_length=1)]
 
 
 class Model(Section):
@@ -109,114 +83,6 @@ class Model(Section):
     trust_remote_code: bool = False
     """Whether Python code from the model's repository may run; of one on the hub only at the full commit in
     `revision`."""
-
-
-class Source(Section):
-    """One data set of a mixture."""
-
-    main_key: ClassVar[str | None] = "path"
-
-    path: Place
-    """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), an address (`s3://`, `https://`), hub id, or
-    `builtin:stdlib-docstrings`, the same as pairs of answers, `builtin:stdlib-docstring-pairs`, with answers that are
-    judged, `builtin:stdlib-docstrings-judged`, or with labels, `builtin:stdlib-docstrings-kinds` and, of words,
-    `builtin:stdlib-docstrings-names`, or as questions and answers, `builtin:stdlib-docstrings-answers`; or
-    `builtin:arithmetic`, sums to be worked out."""
-    name: str | None = None
-    """Configuration (subset) of a hub data set."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub data set; by default its main branch."""
-    split: str = "train"
-    """Split of the data set to read. A local folder has the splits that its file names carry (`train.jsonl`,
-    `validation.jsonl`)."""
-    weight: Annotated[float, Field(gt=0)] | None = None
-    """Relative share of this source in the mixture, in rows. Without any weight every row is used once per epoch; with
-    weights smaller sources repeat until every row of every source has been used."""
-    max_samples: PositiveInt | None = None
-    """Use at most this many rows of this source, from its beginning."""
-    format: Literal["auto", *FORMATS] | None = None  # type: ignore[valid-type]
-    """How the rows of this source are laid out, if it differs from `data.format`."""
-    columns: dict[str, str] | None = None
-    """Column names of this source, if they differ from `data.columns`."""
-    ignore: list[str] | None = None
-    """Columns and fields of messages of this source to leave out, if they differ from `data.ignore`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_path(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
-
-
-class Data(Section):
-    """What is trained on, how rows become tokens, and which tokens are trained."""
-
-    main_key: ClassVar[str | None] = "sources"
-
-    sources: Annotated[list[Source], Field(min_length=1)]
-    """What is trained on: paths or hub ids, or mappings with `path` and more for each. Several make a mixture."""
-    format: Literal["auto", *FORMATS] = "auto"  # type: ignore[valid-type]
-    """How rows are laid out: which columns they have and what these mean. `auto` recognises it from the columns."""
-    columns: dict[str, str] = {}
-    """Column names that differ from the expected ones, as `expected: actual`, e.g. `{prompt: question, completion:
-    answer}`. What lies inside a column is named with a dot: `{messages: body.messages}`.
-    `train` names the field of messages that says whether they are trained: `{train: keep}`."""
-    ignore: list[str] = []
-    """Columns, and fields of messages, to leave out though they change what should be learnt, e.g. `[images]`."""
-    eval_split: Annotated[float, Field(gt=0, lt=1)] | str | None = None
-    """Rows held out for evaluation: a fraction of the training rows, e.g. 0.05, or the name of a split of the same
-    sources, e.g. `validation`."""
-    eval_sources: list[Source] = []
-    """Data sets of their own whose rows are used for evaluation, written like `sources`."""
-    eval_max_samples: PositiveInt | None = None
-    """Evaluate on at most this many held-out rows."""
-    max_samples: PositiveInt | None = None
-    """Train on at most this many rows of the whole mixture, chosen by the seed."""
-    train_on: Literal["auto", "assistant", "last_assistant", "completion", "all"] | Roles = "auto"
-    """Which tokens carry loss. `auto`: every assistant turn of chats (`assistant`), the completion of prompt and
-    completion (`completion`), all tokens of text (`all`). `last_assistant`: only the last assistant turn. A list names
-    the roles whose turns do, e.g. `[assistant, tool]`."""
-    chat_template_kwargs: Arguments = {}
-    """What the chat template gets beside the messages, in training, in samples and in `generate`, e.g.
-    `{enable_thinking: false}`."""
-    over_long: Literal["error", "drop", "truncate", "split"] = "error"
-    """What happens to rows longer than `batch.seq_len` tokens: `error` stops, `drop` leaves them out, `truncate` keeps
-    their beginning, `split` cuts text into several rows."""
-    packing: bool = False
-    """Pack several whole rows into one sequence of `batch.seq_len` tokens. They cannot see each other, and less is
-    padded."""
-    deduplicate: bool = False
-    """Keep only the first of rows with the same content."""
-    shuffle: bool = True
-    """Shuffle the training rows in each epoch, by the seed."""
-    streaming: bool = False
-    """Read rows while training instead of preparing them all before; needs `schedule.max_steps`."""
-    num_proc: PositiveInt | None = None
-    """Number of processes that tokenise; by default one per CPU core for large data."""
-    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Processes beside each training process that make its batches ahead; with 0 it makes them itself. `auto`: as many
-    as pay by the plan, which is none where making batches takes less than 2% of a step, as it does of rows that were
-    prepared, else one or two. A stream is read by one at most. Results do not depend on it."""
-
-    @property
-    def decided_workers(self) -> int:
-        """`num_workers`; none as long as nothing has decided it."""
-        return 0 if self.num_workers == "auto" else self.num_workers
-
-    def training_sources(self) -> list[Source]:
-        """The sources with `data.format`, `data.columns` and `data.ignore` filled in."""
-        return [self._complete(source) for source in self.sources]
-
-    def evaluation_sources(self) -> list[Source]:
-        """Sources of held-out rows that are not split off the training rows by a fraction."""
-        sources = [self._complete(source) for source in self.eval_sources]
-        if isinstance(self.eval_split, str):
-            update = {"split": self.eval_split, "max_samples": None, "weight": None}
-            sources += [source.model_copy(update=update) for source in self.training_sources()]
-        return sources
-
-    def _complete(self, source: Source) -> Source:
-        defaults = {"format": self.format, "columns": self.columns, "ignore": self.ignore}
-        return source.model_copy(update={k: v for k, v in defaults.items() if getattr(source, k) is None})
 
 
 def _off(value: Any) -> Any:

@@ -28,8 +28,9 @@ from toolkit.planner.trace.even_routing import EvenExchange
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.types import CHUNK
 from toolkit.recipe import Recipe
+from toolkit.recipe.data import Data, Source
 from toolkit.recipe.heads import EMBEDDING, HEADED
-from toolkit.recipe.schema import Data, Model, Source
+from toolkit.recipe.schema import Model
 from toolkit.recipe.sections import Extra, Method
 
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
