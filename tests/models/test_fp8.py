@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
+from toolkit.common import UserError
 from toolkit.models import fp8
 from toolkit.models.stored import StoredLinear, stored_as
 
@@ -37,6 +39,24 @@ def test_rows_of_the_smallest_numbers_of_a_type_are_kept(dtype: torch.dtype) -> 
     finest = torch.finfo(dtype)
     weight = torch.tensor([[1.0, -2.0, 0.0], [6.0, 1.0, -0.5]]) * max(finest.tiny * finest.eps * 4, 2.0**-126)
     assert torch.equal(restored(weight.to(dtype)), weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_number_is_restored_as_torch_converts_it(dtype: torch.dtype) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = numbers[numbers.float().isfinite()]
+    scales = torch.tensor([126, 127, 121], dtype=torch.uint8)  # Halves, ones and 64ths.
+    data = torch.cat([*[numbers.view(torch.uint8)] * 3, scales])
+    expected = numbers.to(dtype) * torch.tensor([[0.5], [1], [2**-6]], dtype=dtype)
+    result = fp8.restored(data, torch.Size((3, len(numbers))), dtype)
+    assert result.dtype == dtype and torch.equal(result, expected)
+    assert torch.equal(result.signbit(), expected.signbit()), "zeros keep their signs"
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_refused(number: float) -> None:
+    with pytest.raises(UserError, match="not finite"):
+        fp8.packed(torch.tensor([[1.0, 2.0], [number, 3.0]]))
 
 
 def test_a_row_uses_the_range_of_e4m3_and_does_not_leave_it() -> None:

@@ -13,6 +13,8 @@ import math
 
 import torch
 
+from toolkit.common import UserError
+
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
 _BIAS = 127
@@ -25,8 +27,17 @@ def size(shape: torch.Size) -> int:
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
-    """The bytes of a weight (..., rows, columns) in bf16, fp16 or fp32, rounded to e4m3 row by row."""
+    """The bytes of a weight (..., rows, columns) in bf16, fp16 or fp32, rounded to e4m3 row by row.
+
+    Raises:
+        UserError: If a number is not finite.
+    """
     largest = weight.abs().amax(-1, keepdim=True)
+    if not largest.isfinite().all():
+        raise UserError(
+            "method.quantization=fp8: a weight has a number that is not finite",
+            "set method.quantization=none, or model.path to weights that are whole",
+        )
     mantissa, exponent = torch.frexp(largest.float())
     # The least power of two by which the largest number of a row becomes at most 448, 0.875 times 2**9, and which the
     # weight's type has: fp16 ends at 2**-24.
@@ -47,7 +58,19 @@ def split(data: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, torch.Te
 def restored(data: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The weight of bytes: exactly what is stored in bf16 and fp32."""
     numbers, scales = split(data, shape)
-    return numbers.to(dtype).mul_(scales.to(dtype))
+    # On CPUs torch converts them one by one, unless it compiles that.
+    moves = numbers.is_cpu and not torch.compiler.is_compiling()
+    return (_moved(numbers, dtype) if moves else numbers.to(dtype)).mul_(scales.to(dtype))
+
+
+def _moved(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Finite numbers of e4m3 in another type, by moving sign, exponent and mantissa to their places there: they differ
+    by the power of two that is between both types' biases, in what is too small for an exponent too."""
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+    finest = torch.finfo(dtype)
+    places, sign = -round(math.log2(finest.eps)) - 3, torch.iinfo(bits).min
+    moved = numbers.view(torch.int8).to(bits).bitwise_left_shift_(places).bitwise_and_(sign | 0x7F << places)
+    return moved.view(dtype).mul_(2.0 ** (-6 - round(math.log2(finest.tiny))))
 
 
 def product(rows: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
