@@ -397,6 +397,37 @@ def test_selective_checkpointing_keeps_what_documents_attended_to(mode: str, tim
     assert backward > 0 and count.seen[torch.ops.toolkit.document_attention.default] == times * backward
 
 
+@torch.library.custom_op("tests::flash_attn_forward", mutates_args=())
+def drawing_attention(query: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """Draws from the generator where it drops out, as fused kernels on a GPU do."""
+    return query * (torch.rand_like(query) >= dropout_p) if dropout_p else query.clone()
+
+
+drawing_attention.register_autograd(lambda ctx, gradient: (gradient, None))
+
+
+@pytest.mark.parametrize(("drops", "times"), [(0.0, 1), (0.1, 2)])
+def test_selective_checkpointing_recomputes_attention_with_dropout(drops: float, times: int) -> None:
+    """What drops out behind a kernel that is kept would drop other elements in the backward pass."""
+    chosen: dict[str, Any] = {}
+    model = SimpleNamespace(gradient_checkpointing_enable=lambda **kwargs: chosen.update(*kwargs.values()))
+    attention_kernels.keep_attention(model)
+    model.gradient_checkpointing_enable({"selective": True})
+    masks, count = [], Count()
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        attended = drawing_attention(hidden, drops)
+        dropped = torch.nn.functional.dropout(hidden, 0.5)
+        masks.append(dropped != 0)
+        return attended + dropped.exp()
+
+    with count:
+        hidden = torch.ones(8, 64, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(layer, hidden, **chosen).sum().backward()
+    forward, again = masks
+    assert torch.equal(forward, again) and count.seen[torch.ops.tests.flash_attn_forward.default] == times
+
+
 def test_variable_length_attention_refuses_what_it_cannot_do() -> None:
     tensor = torch.zeros(1, 2, 4, 8)
     padded, cached = (tensor, tensor, torch.tensor([[0, 1, 1, 1]])), (torch.cat([tensor, tensor], 2), tensor, None)

@@ -42,6 +42,7 @@ def test_an_adapter_is_served_on_its_base_by_the_template_it_was_trained_with() 
     "sections",
     [
         {"method": {"use_dora": True}},
+        {"extra": {"lora": {"bias": "all"}}},
         {"method": {"modules_to_save": ["lm_head"]}},
         {"method": {"target_parameters": ["experts.down_proj"]}},
         {"method": {"quantization": "nf4"}, "precision": "bf16"},

@@ -673,6 +673,7 @@ CASES = [
     ("policy-reference", [*GRPO, "policy.beta=0.1"], [LORA]),
     ("policy-reference", ["objective=rloo", "rewards.format=true"], ["policy.beta=0"]),
     ("policy-reference", [*GRPO, LORA, TOKENS, "policy.beta=0.1"], ["policy.beta=0"]),
+    ("policy-reference", [*GRPO, LORA, "extra.lora={bias: all}", "policy.beta=0.1"], ["policy.beta=0"]),
     ("policy-no-server", [*GRPO, "policy.server_cap=2"], ["~policy.server_cap"]),
     ("policy-no-server", [*GRPO, "policy.server_cap=2", "model=a/b"], ["rollout.server=http://localhost:8000"]),
     *(

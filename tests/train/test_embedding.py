@@ -221,7 +221,9 @@ def test_intervals_of_few_rows() -> None:
     assert set(few) == {"eval_spearman", "eval_pearson"}
 
 
-@pytest.mark.parametrize("method", [["method=full"], LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "method", [["method=full"], LORA, [*LORA, "method.lora_dropout=0.3"]], ids=["full", "lora", "dropout"]
+)
 def test_a_run_that_goes_on_takes_the_steps_of_one_that_was_not_stopped(method: list[str]) -> None:
     saving = [*method, "schedule.max_steps=4", "checkpoint.save_steps=2", "checkpoint.rehearse=false"]
     run = trained(f"straight-{len(method)}", *saving)

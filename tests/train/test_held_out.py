@@ -17,6 +17,7 @@ place = place_with("llama", "blenderbot")
 
 HELD_OUT = ["data.eval_split=0.2", "evaluation.num_prompts=3"]
 KINDS = {"lora": LORA, "full": [], "seq2seq": SEQ2SEQ, "seq2seq-lora": [*LORA, *SEQ2SEQ], "nf4": NF4}
+KINDS["biases"] = [*LORA, *SEQ2SEQ, "extra.lora={bias: all}", "optimizer.learning_rate=0.1"]
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

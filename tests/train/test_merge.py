@@ -171,12 +171,12 @@ def test_several_adapters_are_added_up_by_weight(kind: str, tmp_path: Path) -> N
 def test_adapters_that_do_not_add_up_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nf4 = ["method.quantization=nf4"]
     kinds = {"plain": [], "dora": ["method.use_dora=true"], "other": nf4}
-    kinds["loftq"] = [*nf4, "method.init_lora_weights=loftq"]
+    kinds |= {"loftq": [*nf4, "method.init_lora_weights=loftq"], "biases": ["extra.lora={bias: all}"]}
     runs = [RunFolder(Path("runs") / name) for name in kinds]
     for run, settings in zip(runs, kinds.values(), strict=True):
         run.final.mkdir(parents=True)
         (run.path / "recipe.yaml").write_text(load_checked("small", [*LORA, *settings]).to_yaml(), encoding="utf-8")
-    plain, dora, other, loftq = (str(run.path) for run in runs)
+    plain, dora, other, loftq, biases = (str(run.path) for run in runs)
     out = ["--output", str(tmp_path / "sum")]
     for arguments, said in (
         ([plain, dora], "no folder is named"),
@@ -185,6 +185,7 @@ def test_adapters_that_do_not_add_up_are_refused(tmp_path: Path, capsys: pytest.
         ([plain, f"{plain}/", "--weights=1,1", *out], "a run is named twice"),
         ([plain, dora, "--weights=1,1", *out], "use_dora, of which there is no weighted sum"),
         ([other, loftq, "--weights=1,1", *out], "loftq, of which there is no weighted sum"),
+        ([biases, "--weights=0.5", *out], "extra.lora.bias, of which there is no weighted sum"),
         ([plain, other, "--weights=1,1", *out], "the base of runs/other is another than that of runs/plain"),
     ):
         assert cli(["merge", *arguments]) == 1

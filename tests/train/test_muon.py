@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from harness import losses
+from peft import LoraConfig, get_peft_model
 from ranks import Ranks
 from small import LORA, place_with, set_up
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from toolkit.train.main import main
+from toolkit.train.muon import hidden_matrices
 
 MUON = ["optimizer.name=muon", "optimizer.weight_decay=0.1"]
 
@@ -86,6 +89,20 @@ def test_matrices_of_layers_are_muons_and_the_rest_is_adamws(model: str) -> None
         assert groups[id(parameter)]["weight_decay"] == (0.0 if parameter.ndim == 1 else 0.1), name
     # Experts are one tensor of three dimensions.
     assert any(each.ndim == 3 for each in parameters.values()) == (model == "moe")
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+def test_heads_for_texts_are_adamws(adapted: bool) -> None:
+    config = AutoConfig.from_pretrained("qwen", num_labels=4)
+    model: Any = AutoModelForSequenceClassification.from_config(config)
+    head = model.score.weight
+    if adapted:
+        model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
+        head = model.get_base_model().score.modules_to_save["default"].weight
+    trained = {each for each in model.parameters() if each.requires_grad and each.ndim == 2}
+    assert head in trained
+    embeddings = {model.get_input_embeddings().weight} & trained
+    assert hidden_matrices(model) == trained - {head} - embeddings
 
 
 @pytest.mark.parametrize(("saved", "halves"), [("[]", {True}), ("[lm_head]", {True, False})], ids=["lora", "and head"])

@@ -17,6 +17,7 @@ from small import set_up
 from tiny import tiny_model
 
 from toolkit.cli.main import main as toolkit
+from toolkit.data.batches import FixedOrder
 from toolkit.train.main import main
 from toolkit.train.policy import FILE
 from toolkit.train.rollouts import Drawn, uniform
@@ -268,6 +269,17 @@ def test_training_does_not_depend_on_how_prompts_fall_into_micro_batches() -> No
     for curve, figures in zip(curves[1:], held_out[1:], strict=True):
         assert curve == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
         assert figures == pytest.approx(held_out[0], rel=1e-6)
+
+
+def test_a_prompt_that_ends_an_epoch_and_begins_the_next_is_trained_twice_in_a_step() -> None:
+    """Also where both are of one process, of one micro-batch or two, and in a second step on the same answers."""
+    curves = []
+    for size in ("1", "2", "4"):
+        few = ["data.max_samples=5", "policy.num_iterations=2", "max_steps=6"]
+        curves.append(losses(run(f"again-{size}", f"batch.micro_batch_size={size}", *few)))
+    rows = FixedOrder(5, 42, True).between(0, 12).reshape(3, 4)
+    assert any(len(set(step)) < 4 for step in rows.tolist())
+    assert curves[1] == pytest.approx(curves[0], rel=1e-6, abs=1e-6) == curves[2]
 
 
 @pytest.mark.parametrize("times", [1, 2])

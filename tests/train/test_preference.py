@@ -210,6 +210,23 @@ def test_a_run_whose_reference_is_gone_does_not_go_on(capsys: pytest.CaptureFixt
     assert "reference.safetensors is gone or damaged" in capsys.readouterr().err
 
 
+def test_a_longer_run_goes_on_from_a_shorter_one_only_with_a_reference_of_all_its_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two steps of four pairs come to eight of them; zeros in place of the others' log-probabilities would be no
+    reference."""
+    saving = ["recipe=small", "checkpoint.save_steps=2", "checkpoint.rehearse=false", "schedule.name=constant"]
+    assert main([*saving, "output.name=short", "max_steps=2"]) == 0
+    goes_on = [*saving, "checkpoint.resume=runs/short/checkpoints/checkpoint-2"]
+    assert main([*goes_on, "output.name=longer", "max_steps=4"]) != 0
+    assert "reference.safetensors lacks what the reference says of 8 " in capsys.readouterr().err
+    # Six steps of four come to all 24 pairs.
+    assert main([*saving, "output.name=all", "max_steps=6", "checkpoint.save_total_limit=3"]) == 0
+    goes_on = [*saving, "checkpoint.resume=runs/all/checkpoints/checkpoint-2"]
+    assert main([*goes_on, "output.name=again", "max_steps=8"]) == 0
+    assert losses(Path("runs/again"))[:4] == pytest.approx(losses(Path("runs/all"))[2:], rel=1e-6)
+
+
 def test_an_adapter_of_preferences_answers_and_is_merged(capsys: pytest.CaptureFixture[str]) -> None:
     lora = ["method.name=lora", "optimizer.learning_rate=5e-3", "output.name=adapter"]
     assert main(["recipe=small", *lora, "evaluation.num_prompts=1", "evaluation.max_new_tokens=4"]) == 0

@@ -12,12 +12,13 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from huggingface_hub import constants
+from torch.utils.checkpoint import CheckpointPolicy
 
 from toolkit.models import attention, device, varlen
 from toolkit.recipe import Recipe
@@ -275,16 +276,33 @@ def keep_attention(model: Any) -> None:
     """Makes selective activation checkpointing keep the outputs of attention, once it is switched on.
 
     TRL knows the kernels of `scaled_dot_product_attention` and of flash-attn by name, but not those of `torch_varlen`,
-    which would be computed twice.
+    which would be computed twice. Nor does it ask whether a kernel drops out attention weights. One that does is
+    computed again: kept, it would draw no random numbers in the backward pass, and what drops out behind it would draw
+    others than it did in the forward pass.
     """
     import torch.nn.attention.varlen
     from trl.models import selective_activation_checkpointing as selective
 
-    known = selective._aten_attention_ops
+    chooses = selective._build_policy_fn
     own = (torch.ops.toolkit.document_attention.default, torch.ops.toolkit.flash_attention.default)
     ours = {torch.ops.torch_attn._varlen_attn.default, *own}
-    selective._aten_attention_ops = lambda: known() | ours
+    selective._build_policy_fn = lambda aten_attention_ops: _unless_it_drops(chooses(aten_attention_ops | ours))
     try:
         selective.enable_selective_activation_checkpointing(model)
     finally:
-        selective._aten_attention_ops = known
+        selective._build_policy_fn = chooses
+
+
+def _unless_it_drops(choose: Callable[..., CheckpointPolicy]) -> Callable[..., CheckpointPolicy]:
+    """TRL's choice of what is kept, less attention with dropout."""
+
+    def chosen(context: Any, kernel: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        choice = choose(context, kernel, *args, **kwargs)
+        if choice is not CheckpointPolicy.MUST_SAVE:
+            return choice
+        names = (each.name for each in kernel._schema.arguments)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        drops = any(value for name, value in given.items() if "dropout" in name)
+        return CheckpointPolicy.PREFER_RECOMPUTE if drops else choice
+
+    return chosen

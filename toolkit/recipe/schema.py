@@ -227,6 +227,11 @@ class Recipe(Section):
         return self.reinforces or self.on_policy
 
     @property
+    def trains_biases(self) -> bool:
+        """Whether the base's own biases are trained beside adapters, without which it is not what it was."""
+        return self.method.name == "lora" and self.extra.lora.get("bias", "none") != "none"
+
+    @property
     def rows_for(self) -> str:
         """The objective by which rows are read, and computed with: a student's are those of `sft`."""
         return "sft" if self.distills else self.objective

@@ -126,11 +126,12 @@ def asking_line(recipe: Recipe, model: str, chat: bool = False) -> str:
 
 def on_base(recipe: Recipe) -> bool:
     """Whether vLLM can put the adapter on its base: `PEFTHelper` in vllm/lora/peft_helper.py refuses DoRA and modules
-    that were trained in full, new tokens make the vocabulary larger, and a base that was quantized here is another one
-    than in its files."""
+    that were trained in full, and takes no biases of the base; new tokens make the vocabulary larger, and a base that
+    was quantized here is another one than in its files."""
     method, model = recipe.method, recipe.model
     gguf = model.gguf_file or model.path.endswith(".gguf") or model.path.startswith("builtin:")
-    beyond = method.use_dora or method.modules_to_save or method.target_parameters or model.new_tokens
+    modules = method.modules_to_save or method.target_parameters or model.new_tokens
+    beyond = method.use_dora or modules or recipe.trains_biases
     largest = method.published_rank <= VLLM_RANKS[-1]
     return method.name == "lora" and method.quantization == "none" and largest and not (gguf or beyond)
 

@@ -33,6 +33,8 @@ class Continues:
 
     converts = False
     """Whether the checkpoint has another form than the engine's own, which then does not read it."""
+    _draws_from: str | None = None
+    """The checkpoint whose random numbers are yet to be gone on with."""
 
     def _load_from_checkpoint(self, *args: Any) -> None:
         if not self.converts:
@@ -48,13 +50,22 @@ class Continues:
             )
 
     def _prepare_for_training(self, max_steps: int, loader: Any, resume_from: str | None) -> Any:
+        self._draws_from = resume_from
         own = None if self.converts else resume_from
         prepared = super()._prepare_for_training(max_steps, loader, own)  # type: ignore[misc]
         if self.converts and resume_from:
             restore(self, Path(resume_from))
         return prepared
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Has random numbers go on as they were saved once the first batches are there. The loop would do so later,
+        when some trainers have taken passes over these."""
+        found = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._load_rng_state(self._draws_from)
+        return found
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        checkpoint, self._draws_from = self._draws_from, None
         args, size = self.args, dividing()  # type: ignore[attr-defined]
         # Those that divide layers draw alike, whoever saved.
         rank, alike = args.process_index // size * size, args.world_size if size == 1 else 0

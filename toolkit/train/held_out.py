@@ -126,14 +126,14 @@ def before_and_after(run: Path, ask: Callable[[Any, str], T], before: bool = Tru
     """What is asked of the model that a run began with, unless it is left out, and of the one it trained.
 
     The two are never in memory together; with an adapter they are one model, with the adapter off and on, unless the
-    run went on from another adapter.
+    run went on from another adapter or trained biases of the base, too.
 
     Args:
         ask: Gets a model and what to call it.
     """
     recipe = load_resolved(run / "recipe.yaml")
     first: T | None = None
-    apart = recipe.method.name == "full" or recipe.model.adapter is not None
+    apart = recipe.method.name == "full" or recipe.model.adapter is not None or recipe.trains_biases
     if before and apart:
         first = ask(on_device(load_begun(run), recipe), "base model")
         gc.collect()

@@ -138,7 +138,7 @@ def _check_sum(runs: Sequence[Path], recipes: Sequence[Recipe], weights: Sequenc
             "use_dora": method.use_dora,
             "modules_to_save": method.modules_to_save,
         }
-        others["model.new_tokens"] = recipe.model.new_tokens
+        others |= {"model.new_tokens": recipe.model.new_tokens, "extra.lora.bias": recipe.trains_biases}
         # Each would make up for the same loss.
         others["init_lora_weights=loftq"] = method.init_lora_weights == "loftq"
         for key in (key for key, value in others.items() if value):

@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 
+from toolkit.models.heads import head_modules
 
-def hidden_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """All trained matrices, adapters' too, but for embeddings and the output head, where AdamW does better (Jordan et
-    al. 2024)."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    outer = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head]
+
+def hidden_matrices(model: Any) -> set[torch.nn.Parameter]:
+    """All trained matrices, adapters' too, but for embeddings and the head, for the vocabulary or of the objective's
+    own, where AdamW does better (Jordan et al. 2024)."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    heads = [base.get_output_embeddings()] if hasattr(base, "get_output_embeddings") else []
+    if heads == [None]:
+        heads = [base.get_submodule(name) for name in head_modules(base)]
+    outer = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module in heads]
     spared = {parameter for module in outer for parameter in module.parameters()}
     return {each for each in model.parameters() if each.requires_grad and each.ndim == 2} - spared
 

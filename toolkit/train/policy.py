@@ -9,6 +9,7 @@ divided, and a run goes on from a checkpoint as if it had not stopped.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -237,14 +238,13 @@ class PolicyTrainer(AnswerTrainer):
 
     def _rollouts(self, batches: list[list[int]], step: int) -> list[list[Rollout]]:
         """Answers to the prompts of a step, scored; of each micro-batch of this process."""
-        rows = [row for batch in batches for row in batch]
-        asked = {row: self._asked(row) for row in rows}
-        made = []
+        asked = {row: self._asked(row) for batch in batches for row in batch}
+        made = {}
         for row, given, served in self._drawn(asked, step):
             scores = self.asker.scores(asked[row], given, *self._known(row))
-            made.append(Rollout(row, asked[row], given, scores, served=served))
-        every = iter(made)
-        rolled = [[next(every) for _ in batch] for batch in batches]
+            made[row] = Rollout(row, asked[row], given, scores, served=served)
+        # A row that ends one epoch and begins the next may be in a step twice.
+        rolled = [[dataclasses.replace(made[row]) for row in batch] for batch in batches]
         self._weigh(rolled)
         return rolled
 

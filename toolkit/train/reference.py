@@ -45,7 +45,7 @@ class Reference(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         session, trainer = self._session, self._session.trainer
-        own, key = session.folder.path / FILE, ""
+        own, key, lacking = session.folder.path / FILE, "", 0
         stored: torch.Tensor | None = None
         if session.leads:
             key = _key(session)
@@ -58,11 +58,19 @@ class Reference(TrainerCallback):
             found = ((place, _read(place, known)) for place in places)
             from_place, stored = next(((place, each) for place, each in found if each is not None), (None, None))
             key = key or ("begun" if stored is not None else "")
-        key, shape = broadcast_object_list([key, None if stored is None else list(stored.shape)])
+            lacking = 0 if stored is None else _lacking(session, stored, state.global_step)
+        shape = None if stored is None else list(stored.shape)
+        key, shape, lacking = broadcast_object_list([key, shape, lacking])
         if not key:
             raise UserError(
                 f"{own} is gone or damaged: with which log-probabilities the run compares is not known any more",
                 "restore it, or start anew: checkpoint.resume=never",
+            )
+        if lacking:
+            raise UserError(
+                f"the run that is continued began as one that comes to fewer rows, and its {FILE} lacks what the "
+                f"reference says of {lacking:,} that this one comes to",
+                "set schedule, batch, data and seed as it began, or start anew: checkpoint.resume=never",
             )
         if shape is None:
             log_probs = _computed(session)
@@ -93,10 +101,16 @@ def _key(session: Session) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _drawn(session: Session) -> NDArray[np.int64]:
-    """The training rows that the run comes to; a short one need not know of all."""
+def _drawn(session: Session, step: int = 0) -> NDArray[np.int64]:
+    """The training rows that the run comes to after a step; a short one need not know of all."""
     batches = session.trainer.batches
-    return np.unique(batches.order.between(0, session.length.total_steps * batches.global_batch_size))
+    size = batches.global_batch_size
+    return np.unique(batches.order.between(step * size, session.length.total_steps * size))
+
+
+def _lacking(session: Session, stored: torch.Tensor, step: int) -> int:
+    """Of how many rows that the run comes to after a step nothing is stored, as of a shorter run that began it."""
+    return int((stored[torch.from_numpy(_drawn(session, step))] == 0).all(1).sum())
 
 
 def _read(file: Path, known: dict[str, str]) -> torch.Tensor | None:

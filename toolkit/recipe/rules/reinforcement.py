@@ -49,7 +49,7 @@ def _not_here(path: str, broken: Callable[[Recipe], object], why: str, change: s
 def _keeps_of_base(recipe: Recipe) -> bool:
     """Whether what is trained is no more than adapters over the weights that the run starts from."""
     method = recipe.method
-    beside = method.modules_to_save or recipe.model.new_tokens or recipe.model.adapter
+    beside = method.modules_to_save or recipe.model.new_tokens or recipe.model.adapter or recipe.trains_biases
     return method.name == "lora" and not beside and method.init_lora_weights not in ("pissa", "olora", "corda", "loftq")
 
 
@@ -128,7 +128,8 @@ REINFORCEMENT_RULES = {
         "policy.beta",
         lambda r: r.policy.beta and not _keeps_of_base(r),
         "compares with the model as it was before training, which only plain adapters on a base still hold",
-        "set policy.beta=0, or method.name=lora without modules_to_save, new tokens or an adapter to start from",
+        "set policy.beta=0, or method.name=lora without modules_to_save, new tokens, trained biases or an adapter to "
+        "start from",
     ),
     "policy-no-server": _not_here(
         "policy.server_cap",
