@@ -26,6 +26,7 @@ from toolkit.common import UserError, concealed
 from toolkit.data.batches import MicroBatches
 from toolkit.files import write_atomically
 from toolkit.models.attention_kernels import keep_attention
+from toolkit.models.embedding_noise import add_noise
 from toolkit.models.head_choice import add_output_head
 from toolkit.models.layer_sums import dividing
 from toolkit.models.output_head import HeadChoice
@@ -111,6 +112,7 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
     batches: MicroBatches | None = None
     casts: StepCasts | None = None
     guard: BatchGuard | None = None
+    neftune_noise_alpha: float | None
     _flops_per_token: int | None = None
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
@@ -120,6 +122,9 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
             # all: both would recompute attention too.
             keep_attention(model.get_base_model() if hasattr(model, "get_base_model") else model)
         super().__init__(model=model, args=args, **kwargs)
+        if args.neftune_noise_alpha:
+            add_noise(model.get_base_model() if hasattr(model, "get_base_model") else model, args.neftune_noise_alpha)
+        self.neftune_noise_alpha = None  # Transformers would add its own.
         # That losses are divided once, by what all micro-batches of a step have, is ours to see to. Transformers asks
         # the model, whose class may say no (Gemma 4) or take no further arguments, and then weighs micro-batches alike.
         self.model_accepts_loss_kwargs = True
