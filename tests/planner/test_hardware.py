@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -558,8 +559,12 @@ def test_a_cpu_is_measured_once_when_it_is_planned_for_and_a_gpu_never(
     once_measured(find("cpu"))
     once_measured(find("cpu"))
     assert len(asked) == 2
-    # What was measured beside other programs is measured again once they have ended.
+    # What was measured beside other programs is measured again once they have ended, and not at each of their pauses.
     state["busy"] = False
+    once_measured(find("cpu"))
+    assert len(asked) == 2
+    later = time.time() - 601
+    os.utime(path_of(find("cpu").device), (later, later))
     once_measured(find("cpux2"))
     once_measured(find("cpu"))
     assert len(asked) == 3

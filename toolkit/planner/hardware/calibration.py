@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import re
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,8 @@ _LOOK = 0.3
 """Seconds for which others are looked at."""
 _OTHERS = 0.15
 """Share of all processors that others may use meanwhile."""
+_PATIENCE = 600
+"""Seconds from a measurement beside others until it is seen whether they have ended."""
 _UNSURE = 0.15
 """Half of the range of what is measured in layers: their model is not the one that is planned."""
 
@@ -156,12 +159,16 @@ def once_measured(hardware: Hardware, before: Callable[[], object] | None = None
     Args:
         before: What to try first, if anything is to be measured.
     """
-    if hardware.device.kind != "cpu" or ((found := known(hardware.device)) and not found.again):
+    if hardware.device.kind != "cpu":
+        return hardware
+    found, file = known(hardware.device), find(path_of(hardware.device))
+    began = file.stat().st_mtime_ns if found else None
+    # Beside programs that pause and go on it would be done twice in a launch, and again by the next one.
+    waits = began and found and found.busy and time.time() - began / 1e9 < _PATIENCE
+    if waits or (found and not found.again):
         return hardware
     if before:
         before()
-    file = find(path_of(hardware.device))
-    began = file.stat().st_mtime_ns if file.is_file() else None
     try:
         with locked(Path(f"{writable(path_of(hardware.device))}.lock")):
             # Another process may have measured while this one waited.
