@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_fixtures import write_jsonl
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, load_from_disk
 
 from toolkit.common import UserError
 from toolkit.data import sources
@@ -81,6 +81,13 @@ def test_saved_datasets(tmp_path: Path) -> None:
     whole.save_to_disk(str(tmp_path / "one"))
     assert read(tmp_path / "both") == ROWS[1:] + ROWS[:1]
     assert read(tmp_path / "both", split="test") == ROWS[1:]
+    assert read(tmp_path / "one") == ROWS * 3
+    # `datasets` keeps what was once made of them in the same folder.
+    loaded = load_from_disk(str(tmp_path / "one"))
+    loaded.map(lambda row: {"completion": row["completion"].upper()})
+    loaded.map(lambda row: {"completion": row["completion"].lower()}, num_proc=2)
+    loaded.filter(lambda row: row["prompt"] == "b")
+    assert len(list((tmp_path / "one").glob("*.arrow"))) == 5
     assert read(tmp_path / "one") == ROWS * 3
 
 

@@ -35,9 +35,11 @@ SPLITS = {
 }
 """Split to its names in those of files and folders."""
 NOT_DATA = re.compile(
-    r"(readme|licen[cs]e|changelog|citation|contributing).*|(dataset_infos?|dataset_dict|state)\.json", re.IGNORECASE
+    r"(readme|licen[cs]e|changelog|citation|contributing).*|(dataset_infos?|dataset_dict|state)\.json"
+    r"|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow",
+    re.IGNORECASE,
 )
-"""Names of files in a folder that hold no rows."""
+"""Names of files in a folder that hold no rows, or what `map` and `filter` of `datasets` once gave."""
 
 
 class Reader(ABC):
