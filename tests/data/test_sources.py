@@ -158,6 +158,15 @@ def test_folder_has_the_splits_of_its_file_names(tmp_path: Path) -> None:
     assert [row["text"] for row in read(f"{tmp_path}/d*.jsonl")] == ["dev.jsonl"]
 
 
+@pytest.mark.parametrize(
+    "pattern", ["run[12]/rows/*.jsonl", "run?/rows/a.jsonl", "run[12]/*/a.jsonl", "*/rows/?.jsonl"]
+)
+def test_patterns_of_folders(pattern: str, tmp_path: Path) -> None:
+    for run in "12":
+        write_jsonl(tmp_path / f"run{run}" / "rows" / "a.jsonl", [{"text": run}])
+    assert [row["text"] for row in read(f"{tmp_path}/{pattern}")] == ["1", "2"]
+
+
 def test_split_names() -> None:
     assert split_of("train-00000-of-00001.parquet") == "train"
     assert split_of("my_valid.jsonl") == "validation"

@@ -245,7 +245,7 @@ def _local_files(source: Source) -> list[Path] | None:
         root = path
     elif glob.has_magic(source.path):
         candidates = [Path(p) for p in glob.glob(str(path), recursive=True)]
-        root = Path(str(path).partition("*")[0]).parent
+        root = Path(re.split(r"[*?[]", str(path), maxsplit=1)[0]).parent
     elif _names_hub_data(source.path, path):
         return None
     else:
