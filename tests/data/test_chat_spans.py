@@ -15,6 +15,8 @@ HI = {"role": "user", "content": "Hi there"}
 HELLO = {"role": "assistant", "content": "Hello you"}
 WHY = {"role": "user", "content": "Why"}
 SO = {"role": "assistant", "content": "So"}
+CLOCK = [{"function": {"name": "clock", "arguments": {}}}]
+CALLS = "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
@@ -129,6 +131,31 @@ def test_what_a_template_leaves_out_is_refused_where_it_would_have_been_trained(
         assert ("data.ignore" in refused.value.change) == ("reasoning" in words)
 
 
+@pytest.mark.parametrize(
+    ("written", "answer", "lost"),
+    [
+        ("{{ m.content }}", {"reasoning_content": "Let me see what it is."}, "reasoning"),
+        ("{{ m.content }}{{ m.reasoning_content }}", {"reasoning_content": "Let me see what it is."}, ""),
+        ("{{ m.content }}", {"content": "", "tool_calls": CLOCK}, "tool calls"),
+        ("{{ m.content }}", {"content": "I ask the clock.", "tool_calls": CLOCK}, "tool calls"),
+        ("{{ m.content }}" + CALLS, {"content": "I ask the clock.", "tool_calls": CLOCK}, ""),
+        ("{% if m.role == 'user' %}{{ m.content }}{% endif %}" + CALLS, {"tool_calls": CLOCK}, "text"),
+        ("{{ m.content | upper }}" + CALLS, {"tool_calls": CLOCK}, ""),
+    ],
+)
+def test_what_is_left_out_is_noticed_though_the_question_has_its_words(
+    written: str, answer: dict[str, Any], lost: str
+) -> None:
+    tokenizer = plain_tokenizer()
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.role }}}}:{written};{{% endfor %}}"
+    asked = {"role": "user", "content": "Let me ask: What is IT by the clock?"}
+    made = Conversation(tokenizer, [asked, {"role": "assistant", "content": "It is four.", **answer}], None)
+    if not lost:
+        return made.refuse_lost_content()
+    with pytest.raises(UserError, match=f"leaves out the {lost} of message 1"):
+        made.refuse_lost_content()
+
+
 @pytest.mark.parametrize("field", FOR_TEMPLATES)
 def test_a_field_that_changes_what_is_learnt_is_written_or_refused(field: str) -> None:
     tokenizer = plain_tokenizer()
@@ -150,9 +177,12 @@ def test_a_field_that_changes_what_is_learnt_is_written_or_refused(field: str) -
 
 def test_a_system_message_that_is_not_written_is_noticed() -> None:
     tokenizer = plain_tokenizer()
+    system = {"role": "system", "content": "Be kind"}
     for template, lost in (("{{ messages[1].content }}", True), ("{{ messages[0].content }}", False)):
         tokenizer.chat_template = template
-        assert Conversation(tokenizer, [{"role": "system", "content": "Be kind"}, HI], None).loses_of_prompt() == lost
+        # Also where what is written has its words.
+        for asked in (HI, {"role": "user", "content": "Be so kind and help"}):
+            assert Conversation(tokenizer, [system, asked], None).loses_of_prompt() == lost
         assert not Conversation(tokenizer, [{"role": "system", "content": " "}, HI], None).loses_of_prompt()
 
 

@@ -84,6 +84,10 @@ def test_two_texts_of_an_encoder_say_which_is_which(tmp_path: Path) -> None:
 def test_classes_are_in_the_order_of_the_data_or_sorted(tmp_path: Path) -> None:
     numbers = [{"text": f"row {n}", "label": [10, 9, -1][n % 3]} for n in range(9)]
     assert prepared(tmp_path, numbers).classes == ["-1", "9", "10"]
+    # Postcodes and the like: equal as numbers, and of one order in every process.
+    padded = ["0" * zeros + "7" for zeros in range(8, -1, -1)]
+    spelt = [{"text": f"row {n}", "label": padded[n % 9]} for n in range(27)]
+    assert prepared(tmp_path, spelt).classes == padded
     features = Features({"text": Value("string"), "label": ClassLabel(names=["worst", "best", "absent"])})
     rows = {"text": [f"row {n}" for n in range(8)], "label": [n % 2 for n in range(8)]}
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "named.parquet")

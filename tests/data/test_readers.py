@@ -183,6 +183,36 @@ def test_what_is_no_json_is_shown_where_it_stands(tmp_path: Path) -> None:
     assert "a.json:1 column 2" in refused(tmp_path / "a.json", "{b: 2}\n")
 
 
+def test_a_key_that_says_two_things_is_refused(tmp_path: Path) -> None:
+    """Python's reader of JSON keeps the last of them."""
+    twice = '{"prompt": "a", "completion": "b", "completion": "c"}'
+    what = "cannot be read as JSON: `completion` stands twice in one object, as 'b' and 'c'"
+    assert f"a.jsonl:2 {what}" in refused(tmp_path / "a.jsonl", f'{{"prompt": "a", "completion": "b"}}\n{twice}\n')
+    assert what in refused(tmp_path / "a.json", f'[{{"rows": [{twice}]}}]')
+    spread = twice.replace("{", "{\n").replace(",", ",\n")
+    assert f"b.jsonl:4 {what}" in refused(tmp_path / "b.jsonl", f'{{\n"prompt": "a"\n}}\n{spread}\n')
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"id": 1, "text": "a", "id": 1}\n')
+    assert [row for _, row in read(path)] == [{"id": 1, "text": "a"}]
+
+
+def test_values_of_parquet_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    offsets = pa.array([0, 1, 3], pa.int32()).buffers()[1]
+    texts = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"ab\xff")])
+    dates = pa.array([0, 10**18], pa.timestamp("us"))
+    for column, what in ((texts, "'utf-8' codec can't decode byte 0xff"), (dates, "date value out of range")):
+        whole = pa.chunked_array([pa.nulls(1500, column.type), column])
+        pq.write_table(pa.table({"text": ["a"] * 1502, "more": whole}), path)
+        with pytest.raises(UserError) as failed:
+            list(read(path))
+        assert f"a.parquet row 1502: `more` cannot be read: {what}" in str(failed.value)
+        assert "write the file without this column" in failed.value.change
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
+    with pytest.raises(UserError, match="has two columns `text`"):
+        list(read(path))
+
+
 @pytest.mark.parametrize(("mark", "encoding"), [("utf-16-le", "UTF-16"), ("utf-16-be", "UTF-16"), ("latin1", "LATIN1")])
 def test_other_encodings_are_named(mark: str, encoding: str, tmp_path: Path) -> None:
     text = '{"text": "a"}\n{"text": "caf\xe9"}\n'

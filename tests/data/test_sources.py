@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_fixtures import write_jsonl
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, load_from_disk
 
 from toolkit.common import UserError
 from toolkit.data import sources
@@ -82,6 +82,13 @@ def test_saved_datasets(tmp_path: Path) -> None:
     assert read(tmp_path / "both") == ROWS[1:] + ROWS[:1]
     assert read(tmp_path / "both", split="test") == ROWS[1:]
     assert read(tmp_path / "one") == ROWS * 3
+    # `datasets` keeps what was once made of them in the same folder.
+    loaded = load_from_disk(str(tmp_path / "one"))
+    loaded.map(lambda row: {"completion": row["completion"].upper()})
+    loaded.map(lambda row: {"completion": row["completion"].lower()}, num_proc=2)
+    loaded.filter(lambda row: row["prompt"] == "b")
+    assert len(list((tmp_path / "one").glob("*.arrow"))) == 5
+    assert read(tmp_path / "one") == ROWS * 3
 
 
 def test_zstd(tmp_path: Path) -> None:
@@ -149,6 +156,15 @@ def test_folder_has_the_splits_of_its_file_names(tmp_path: Path) -> None:
     assert [row["text"] for row in read(tmp_path, split="test")] == ["more/test.jsonl"]
     assert [row["text"] for row in read(f"{tmp_path}/*.jsonl")] == ["train-1.jsonl", "train-2.jsonl"]
     assert [row["text"] for row in read(f"{tmp_path}/d*.jsonl")] == ["dev.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["run[12]/rows/*.jsonl", "run?/rows/a.jsonl", "run[12]/*/a.jsonl", "*/rows/?.jsonl"]
+)
+def test_patterns_of_folders(pattern: str, tmp_path: Path) -> None:
+    for run in "12":
+        write_jsonl(tmp_path / f"run{run}" / "rows" / "a.jsonl", [{"text": run}])
+    assert [row["text"] for row in read(f"{tmp_path}/{pattern}")] == ["1", "2"]
 
 
 def test_split_names() -> None:

@@ -15,7 +15,19 @@ from datasets import Dataset
 
 from toolkit.common import UserError
 from toolkit.data.encode import Encoder
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, from_json
+from toolkit.data.rows import (
+    IGNORE,
+    Chat,
+    Completion,
+    Labelled,
+    Pair,
+    Prompted,
+    Row,
+    Segments,
+    Text,
+    Tokens,
+    from_json,
+)
 from toolkit.data.sources import open_source
 from toolkit.data.task import Task, is_empty
 from toolkit.data.tokenization import Chunker, collect, pack, tokenise
@@ -156,6 +168,23 @@ def test_chunks_say_what_they_are_of() -> None:
     tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
     (lost,) = chunks_of(Chunker(encoder, 512, "error"), Chat([{"role": "system", "content": "S"}, ASKED, ANSWERED]))
     assert lost["prompt_lost"]
+
+
+def test_what_a_template_leaves_out_of_prompts_and_of_labelled_conversations_is_noticed() -> None:
+    tokenizer = chatml_tokenizer()
+    encoder = Encoder(tokenizer, "auto", frozenset({2}))
+    system, call = {"role": "system", "content": "Secret"}, {"function": {"name": "clock", "arguments": {}}}
+    talk = Chat([system, ASKED])
+    rows = (Prompted(talk, {"answer": ""}), Labelled(talk, None, "a"))
+    for row in rows:
+        assert not chunks_of(Chunker(encoder, 512, "error", classes=("a",)), row)[0]["prompt_lost"]
+    called = Chat([ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}])
+    assert chunks_of(Chunker(encoder, 512, "error"), Prompted(called, {"answer": ""}))
+    tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(UserError, match="d:1: The chat template leaves out the tool calls of message 1"):
+        chunks_of(Chunker(encoder, 512, "error"), Prompted(called, {"answer": ""}))
+    for row in rows:
+        assert chunks_of(Chunker(encoder, 512, "error", classes=("a",)), row)[0]["prompt_lost"]
 
 
 @pytest.mark.parametrize("over_long", ["error", "drop", "truncate", "split"])

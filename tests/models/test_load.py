@@ -115,6 +115,22 @@ def test_model_that_cannot_be_loaded_is_one_clear_message(path: str, words: list
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def test_a_folder_that_is_gone_since_a_run_began_is_said_to_be(place: Path) -> None:
+    """Its recipe was checked then; the model may have moved, or the run is named from another folder."""
+    source = ModelSource.open(recipe(f"model.path={place / 'llama'}"))
+    for path, seen, change in (
+        ("./gone", f", seen from {place}", "put it back, or go to the folder that the run was started in"),
+        (f"{place}/gone", "", "put it back"),
+    ):
+        with pytest.raises(UserError) as of_model:
+            ModelSource.open(source.recipe.with_values({"model.path": path}))
+        with pytest.raises(UserError) as of_tokenizer:
+            moved = source.recipe.with_values({"model.tokenizer": path})
+            dataclasses.replace(source, recipe=moved).tokenizer()
+        for key, error in (("model.path", of_model.value), ("model.tokenizer", of_tokenizer.value)):
+            assert (error.what, error.change) == (f"{key}: there is no folder or file {path}{seen}", change)
+
+
 def test_tokenizer_takes_the_recipes_template_and_always_pads(place: Path) -> None:
     (place / "mine.jinja").write_text("{{ messages[0]['content'] }}")
     tokenizer = ModelSource.open(recipe("model.chat_template=mine.jinja")).tokenizer()

@@ -191,6 +191,16 @@ def test_a_named_checkpoint_must_be_whole_and_of_this_method_with_steps_left(pla
         checkpoint.check_named(folder, recipe_of().recipe)
 
 
+def test_a_run_that_is_named_for_its_checkpoint_is_told_from_one_that_was_cut_off(place: Path) -> None:
+    run = place / "run"
+    (run / "final").mkdir(parents=True)
+    newest = [write_checkpoint(run / "checkpoints", step) for step in (3, 10)][-1]
+    for named in (run, run / "final", run / "checkpoints"):
+        with pytest.raises(UserError, match=f"resume={named} is no checkpoint") as refusal:
+            checkpoint.check_named(named, recipe_of().recipe)
+        assert refusal.value.change == f"set checkpoint.resume={newest} for the newest of this run"
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with a tiny model, rows, and the recipe `small`; runs stay for the other tests."""

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
 
 from toolkit.common import UserError
-from toolkit.data.chat_template import in_time, variables, writes_straight
+from toolkit.data.chat_template import TEMPLATE_ERRORS, in_time, variables, writes_straight
 from toolkit.data.columns import EMPTY
 from toolkit.data.labelling import Span
 from toolkit.data.messages import FOR_TEMPLATES
@@ -41,6 +41,8 @@ _MARKER = re.compile(_MARK + "([TEGg])([0-9]+):(-?[0-9]+)\U000ff0a1")
 ENOUGH = 64
 """Conversations whose marked text has to be the tokenizer's own before that is taken to be so of others, where the
 syntax of the template shows that it cannot be otherwise."""
+_SAID = {"content": "text", "tool_calls": "tool calls", "reasoning_content": "reasoning"}
+"""Fields with what a message says, and what they are called in errors."""
 _AGREED: Counter[str] = Counter()
 """Of each such template, how many there were."""
 
@@ -180,35 +182,54 @@ class Conversation:
         texts = {name for name, value in given.items() if isinstance(value, str | list | dict) and value}
         if texts and texts - variables(self.tokenizer.get_chat_template(tools=self.tools)):
             return True
-        systems = [message["content"].split() for message in self.messages if message["role"] == "system"]
-        return any(content and not any(word in self.text for word in content) for content in systems)
+        systems = (message["content"] for message in self.messages if message["role"] == "system")
+        return any(_end(content) not in self.text for content in systems)
 
     def refuse_lost_content(self) -> None:
         """A template may pass over what it does not know (mostly tool calls): the model would learn to say nothing.
 
         Raises:
-            UserError: If not one word of what the assistant or a tool says is in the text, or none of what the model
-                thought before the answer that ends the conversation (many templates leave earlier thoughts out);
-                or if a field that changes what should be learnt leaves no trace in it.
+            UserError: If not one word of what the assistant or a tool says is in the text, or the text is the same
+                without it, or so for what the model thought before the answer that ends the conversation (many
+                templates leave earlier thoughts out); or if a field that changes what should be learnt leaves no
+                trace in it.
         """
+        ignored = ", or set 'data.ignore=[NAME]' with their name in the data (`reasoning_content`, `thinking` …)"
         for i, message in enumerate(self.messages):
             if message["role"] not in ("assistant", "tool"):
                 continue
-            calls = [call["function"]["name"] for call in message.get("tool_calls") or []]
+            turn = "".join(self.text[start:end] for start, end in self.turns.get(i, [])) or self.text
             is_last = message["role"] == "assistant" and i == len(self.messages) - 1
-            thoughts = message.get("reasoning_content", "") if is_last else ""
-            contents = (("text", message.get("content") or ""), ("reasoning", thoughts))
-            # Most stand in it as they are, which is quickly seen.
-            words = ((kind, content.split()) for kind, content in contents if content not in self.text)
-            for kind, parts in (*words, ("tool calls", calls)):
-                if parts and not any(part in self.text for part in parts):
+            for field, kind in _SAID.items():
+                said: Any = message.get(field)
+                if not said or (field == "reasoning_content" and not is_last):
+                    continue
+                calls = [call["function"]["name"] for call in said] if field == "tool_calls" else []
+                words, signs = calls or said.split(), calls or [_end(said)]
+                # What the answer says of a call, or of a thought, is not that yet.
+                place = turn if field == "content" else turn.replace((message.get("content") or "").strip(), "")
+                # Most stand there as they are, which is quickly seen.
+                if not words or all(sign in place for sign in signs):
+                    continue
+                if not any(word in self.text for word in words) or self._same_without(i, field):
                     raise UserError(
                         f"The chat template leaves out the {kind} of message {i}.",
                         "Set model.chat_template to a template that writes them, or take them out of the rows"
-                        + (", or set 'data.ignore=[reasoning_content]'." if kind == "reasoning" else "."),
+                        + ignored * (kind == "reasoning")
+                        + ".",
                     )
         for field in dict.fromkeys(name for message in self.messages for name in message if name in FOR_TEMPLATES):
             self._refuse_unread(field, *FOR_TEMPLATES[field])
+
+    def _same_without(self, i: int, field: str) -> bool:
+        """Whether message `i` is written alike without what this field of it says."""
+        messages = [{**m, field: ""} if n == i else m for n, m in enumerate(self.messages)]
+        if field != "content":
+            del messages[i][field]
+        try:
+            return render(self.tokenizer, messages, self.tools, self.settings) == self.text
+        except TEMPLATE_ERRORS:
+            return False
 
     def _refuse_unread(self, field: str, harmless: Collection[Any], change: str) -> None:
         """A field of messages is unread where the text is the same without it."""
@@ -245,6 +266,11 @@ def render_accepted(
     except TypeError:
         messages = [_with_json_arguments(message) for message in messages]
         return render(tokenizer, messages, tools, settings, prompt), messages
+
+
+def _end(text: str) -> str:
+    """The last characters of a text, by which it is known: templates strip, and cut thoughts off at the beginning."""
+    return text.strip()[-20:]
 
 
 def answer_of(message: Message) -> str:

@@ -220,6 +220,24 @@ class Encoder:
                 except TEMPLATE_ERRORS as error:
                     raise _refused(error) from error
 
+    def prompt_lost(self, row: Row | Rendered) -> bool:
+        """Whether the chat template leaves out a part of a prompt that the model is to answer by itself.
+
+        Raises:
+            UserError: If it leaves out what the assistant or a tool says in it.
+        """
+        if not isinstance(row, Chat):
+            return False
+        next_conversation()
+        try:
+            conversation = Conversation(self.tokenizer, self._messages(row), row.tools, self._settings(row))
+            conversation.refuse_lost_content()
+        except UserError:
+            raise
+        except TEMPLATE_ERRORS as error:
+            raise _refused(error) from error
+        return conversation.loses_of_prompt()
+
     @giving_up_named()
     def prompt_ids(self, row: Row) -> list[int]:
         """The tokens of `prompt_text`, ready for `generate()`: with the special tokens a prompt begins with, and for
@@ -273,7 +291,8 @@ class Encoder:
             ids, types = text_ids(self.tokenizer, row.text.text, row.second)
             return Encoded(ids, [0], token_type_ids=types)
         rendered: Any = row.text
-        return Encoded(self.tokenizer(rendered.text, add_special_tokens=False)["input_ids"], [0])
+        ids = self.tokenizer(rendered.text, add_special_tokens=False)["input_ids"]
+        return Encoded(ids, [0], prompt_lost=rendered.prompt_lost)
 
     def _messages(self, row: Chat) -> list[Message]:
         """The messages as the template gets them. OpenAI's `developer` is its newer name for the system role."""

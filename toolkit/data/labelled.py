@@ -203,9 +203,9 @@ def _is_nan(value: Any) -> bool:
 
 
 def in_order(names: set[str]) -> list[str]:
-    """Classes in the order of their numbers in the head: numbers by size, else by the alphabet."""
+    """Classes in the order of their numbers in the head: numbers by size, else by the alphabet, as are 1 and 01."""
     try:
-        return sorted(names, key=int)
+        return sorted(sorted(names), key=int)
     except ValueError:
         return sorted(names)
 

@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from toolkit.common import UserError
+from toolkit.common import UserError, brief
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -168,12 +168,12 @@ def _lines(path: Path) -> Iterator[RawRow]:
 
 def _spread(path: Path) -> Iterator[RawRow]:
     """Objects that follow each other, each over several lines."""
-    text, end, line, decoder = _read_text(path), 0, 1, json.JSONDecoder()
+    text, end, line, decoder = _read_text(path), 0, 1, json.JSONDecoder(object_pairs_hook=_said_once)
     while begin := _NOT_SPACE.search(text, end):
         line += text.count("\n", end, begin.start())
         try:
             value, after = decoder.raw_decode(text, begin.start())
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             value, after = _loads(text[begin.start() :], path, first_line=line), len(text)
         yield f"{path}:{line}", _object(value, f"{path}:{line}")
         line, end = line + text.count("\n", begin.start(), after), after
@@ -250,8 +250,30 @@ def _columns(path: Path) -> Iterator[RawRow]:
             except pa.ArrowInvalid:
                 table = pa.ipc.open_file(file).read_all()
             batches = table.to_batches(max_chunksize=1000)
-        rows = itertools.chain.from_iterable(batch.to_pylist(maps_as_pydicts="lossy") for batch in batches)
-        yield from ((f"{path} row {number}", without_nulls(row)) for number, row in enumerate(rows, 1))
+        before = 0
+        for batch in batches:
+            for number, row in enumerate(_as_rows(batch, path, before), before + 1):
+                yield f"{path} row {number}", without_nulls(row)
+            before += batch.num_rows
+
+
+def _as_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[dict[str, Any]]:
+    """The rows of a batch, before which others stand in the file."""
+    names = batch.schema.names
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"`{path}` has two columns `{twice}`", "rename or remove one of them")
+    try:
+        return batch.to_pylist(maps_as_pydicts="lossy")
+    except (ValueError, OverflowError):  # text that is not UTF-8, a date after the year 9999
+        for number, name in itertools.product(range(batch.num_rows), names):
+            try:
+                batch.column(name)[number].as_py()
+            except (ValueError, OverflowError) as error:
+                raise UserError(
+                    f"{path} row {before + number + 1}: `{name}` cannot be read: {error}",
+                    "correct the row, or write the file without this column",
+                ) from None
+        raise
 
 
 def class_names(path: Path, column: str) -> list[str]:
@@ -280,7 +302,7 @@ def _text(path: Path) -> Iterator[RawRow]:
 
 def _loads(text: str, path: Path, first_line: int) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_said_once)
     except json.JSONDecodeError as error:
         near = error.doc.split("\n")[error.lineno - 1][max(0, error.colno - 21) : error.colno + 20]
         line = first_line + error.lineno - 1
@@ -288,8 +310,19 @@ def _loads(text: str, path: Path, first_line: int) -> Any:
             f"{path}:{line} column {error.colno} is not valid JSON: {error.msg}, near `{near}`",
             "correct this line; a .jsonl file has one object per line",
         ) from error
-    except (RecursionError, ValueError) as error:  # nested a thousand deep, or a number of thousands of digits
+    except (RecursionError, ValueError) as error:  # nested a thousand deep, a number too long, a key said twice
         raise UserError(f"{path}:{first_line} cannot be read as JSON: {error}", "correct or remove this row") from None
+
+
+def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of a key that says two things, JSON's readers keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for name, value in pairs:
+            if value != found[name]:
+                both = " and ".join(brief(repr(each), 1, 80) for each in (value, found[name]))
+                raise ValueError(f"`{name}` stands twice in one object, as {both}")
+    return found
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

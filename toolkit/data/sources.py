@@ -35,9 +35,11 @@ SPLITS = {
 }
 """Split to its names in those of files and folders."""
 NOT_DATA = re.compile(
-    r"(readme|licen[cs]e|changelog|citation|contributing).*|(dataset_infos?|dataset_dict|state)\.json", re.IGNORECASE
+    r"(readme|licen[cs]e|changelog|citation|contributing).*|(dataset_infos?|dataset_dict|state)\.json"
+    r"|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow",
+    re.IGNORECASE,
 )
-"""Names of files in a folder that hold no rows."""
+"""Names of files in a folder that hold no rows, or what `map` and `filter` of `datasets` once gave."""
 
 
 class Reader(ABC):
@@ -243,7 +245,7 @@ def _local_files(source: Source) -> list[Path] | None:
         root = path
     elif glob.has_magic(source.path):
         candidates = [Path(p) for p in glob.glob(str(path), recursive=True)]
-        root = Path(str(path).partition("*")[0]).parent
+        root = Path(re.split(r"[*?[]", str(path), maxsplit=1)[0]).parent
     elif _names_hub_data(source.path, path):
         return None
     else:

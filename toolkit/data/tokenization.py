@@ -229,7 +229,8 @@ class Chunker:
             ids, types = self._cut(ids), self._cut(types) if types else types
             labels = self._cut(labels) if isinstance(row, Tagged) else labels
         trained = sum(label != IGNORE for label in labels)
-        whole = {"kind": type(row).__name__, "length": length, "merged": False, "prompt_lost": False, "stops": True}
+        whole = {"kind": type(row).__name__, "length": length, "merged": False, "stops": True}
+        whole["prompt_lost"] = encoded.prompt_lost
         told = {"input_ids": ids, "labels": labels, "trained": trained, "desirable": False}
         return _EMPTY_COLUMNS | whole | told | {"token_type_ids": types}
 
@@ -287,7 +288,8 @@ class Chunker:
         """What the model is asked, without an answer: no token has a label."""
         ids = _named(self.encoder.prompt_ids, row, row, where)
         labels = [IGNORE] * len(ids)
-        whole = {"kind": type(row.asked).__name__, "length": len(ids), "merged": False, "prompt_lost": False}
+        lost = _named(self.encoder.prompt_lost, row.asked, row, where)
+        whole = {"kind": type(row.asked).__name__, "length": len(ids), "merged": False, "prompt_lost": lost}
         whole |= {"desirable": False, "trained": len(ids), "stops": True}
         return (
             _EMPTY_COLUMNS | {"input_ids": ids, "labels": labels, "columns": json.dumps([where, row.columns])} | whole

@@ -54,6 +54,7 @@ from toolkit.models.tokenizer_limits import check_growth
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.config_limits import MARKED, has_mark
 from toolkit.recipe.heads import OF_TEXTS, REWARD
+from toolkit.recipe.rules.inputs import no_folder
 
 _log = logging.getLogger("toolkit.models")
 _IN_16_BITS = {"BF16": "bfloat16", "F16": "float16"}
@@ -384,6 +385,11 @@ def _size(shape: Sequence[int]) -> str:
 def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
     path = (arguments := dict(arguments)).pop("pretrained_model_name_or_path")
     key = "model.tokenizer" if path == recipe.model.tokenizer != recipe.model.path else "model.path"
+    if no_folder(path):
+        # Of a run, whose recipe was checked where it was started.
+        place = "" if Path(path).is_absolute() else f", seen from {Path.cwd()}"
+        change = "put it back" + ", or go to the folder that the run was started in" * bool(place)
+        raise UserError(f"{key}: there is no folder or file {path}{place}", change)
     if Path(path).is_dir() and not any(Path(path).iterdir()):
         file = "tokenizer.json" if key == "model.tokenizer" else "config.json"
         raise UserError(f"{key}: the folder {path} is empty", f"set {key} to a folder with {file}")

@@ -369,6 +369,8 @@ def _plainly(error: yaml.YAMLError) -> str:
         return "a tab; indent with spaces"
     if "another document" in what:
         return "a second document starts at this line (`---`); a file holds one"
+    if "but got '{'" in what:
+        return "a `{` where none can stand; within brackets put `${…}` in quotes"
     if "mapping values are not allowed" in what:
         return "a `:` where none can stand; check the indentation, or put text that holds a colon in quotes"
     return what

@@ -159,7 +159,8 @@ def _unusable(data: Any, origins: Origins, texts: Mapping[str, str]) -> list[Pro
         what = hint = ""
         text = texts.get(path, "") if isinstance(value, int | float) else ""
         if isinstance(value, int) and _BASE_8.match(text):
-            what, hint = f"{text} would be read in base 8", f"write {text.replace('0', '', 1)}, or '{text}' for text"
+            decimal = re.sub(r"^([-+]?)[0_]+(?=.)", r"\1", text)
+            what, hint = f"{text} would be read in base 8", f"write {decimal}, or '{text}' for text"
         elif _BASE_60.match(text):
             what, hint = f"{text} would be read in base 60", f"write one number, or '{text}' for text"
         elif _HALF.search(f"{path}{value}" if isinstance(value, str) else path):

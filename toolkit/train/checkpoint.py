@@ -118,6 +118,10 @@ def check_named(checkpoint: Path, recipe: Recipe) -> None:
     """
     what = f"checkpoint.resume={checkpoint}"
     if reason := fault(checkpoint):
+        # A run, or the model in it, may be named for its checkpoints.
+        for folder in (checkpoint, checkpoint / "checkpoints", checkpoint.parent / "checkpoints"):
+            if meant := newest(folder)[0]:
+                raise UserError(f"{what} is no checkpoint", f"set checkpoint.resume={meant} for the newest of this run")
         raise UserError(f"{what} {reason}", "name another checkpoint of a run of this toolkit")
     method = read_seal(checkpoint)["method"]
     if method != recipe.method.name:
