@@ -336,43 +336,45 @@ _REASONS = {
 _NOTES = """
 ## Where losses are not the same to the last digit
 
-- **Mixtures of experts**: where a config states `router_aux_loss_coef`, the training loss includes the routers' balance
-  loss. It is a product of two means over the tokens of a micro-batch, so it is another number for another micro-batch,
-  packing or number of processes, and so are the curves. Over the global batch it would need all micro-batches before
-  the first backward pass, and would no longer be what the field calls by this name. The run says so; the held-out loss
-  does not include it. A model whose own forward computes no such loss gets none, whatever its config states.
+- **Mixtures of experts**: if a config states `router_aux_loss_coef`, the training loss includes the routers' balance
+  loss. It is a product of two means over the tokens of a micro-batch, so it changes with micro-batch, packing and
+  number of processes, and so do the curves. Over the global batch it would need all micro-batches before the first
+  backward pass, and would no longer be what the field calls by this name. The run says so; the held-out loss does not
+  include it. A model whose own forward computes no such loss gets none, whatever its config states.
 - **T5, GPT-NeoX**: a padded batch and its rows one by one differ in the last digits of fp32 (losses by 5e-7, gradients
-  by 5e-7 of their norm). In fp64 they agree to 1e-15: it is the order of sums, no token too many.
-- **Mamba, Falcon-Mamba**: the scan keeps fp32 inside, so fp64 does not part them further (1e-9 of the gradient). Their
-  states run over the borders of documents, so they do not pack.
+  by 5e-7 of their norm). In fp64 they agree to 1e-15, so the cause is the order of sums, not an extra token.
+- **Mamba, Falcon-Mamba**: the scan keeps fp32 inside, so fp64 does not separate them further (1e-9 of the gradient).
+  Their states carry over document boundaries, so they do not pack.
 """
 _INTRODUCTION = """\
 # Models
 
-What each architecture of the installed Transformers can be used for. Each is built tiny from its own config class, so
-this says what its code can do, not how a checkpoint behaves. `python scripts/models_doc.py` writes this page.
+What each architecture of the installed Transformers can be used for. Each is built as a tiny model from its own config
+class, so the page shows what the code can do, not how a checkpoint behaves. `python scripts/models_doc.py` writes this
+page.
 
 - **trains**: loss and gradients of a padded batch equal those of a plain loop over the model's own logits, in fp32.
-  *fused*: TRL's fused output head, which never holds all logits, computes what the model does. *own*: it does not
+  *fused*: TRL's fused output head, which never holds all logits, computes the same as the model. *own*: it does not
   (another layer, scale or cap before the logits, or routers by other names), so the model's own forward scores the
-  labels. Of encoder-decoders the model's own head scores in chunks, in place of returning logits. Either way
-  trained tokens alone reach the head wherever the model's code lets them be picked. The run says
-  which, the plan counts it, `manifest.json` keeps it (`effective.output_head`), and before the first step both are
-  compared once more with the real weights, on the first rows, in the run's precision. BERT and its kin train as
-  decoders only, which their config must say (`is_decoder`).
-- **packs**: documents in one row cannot see each other (`data.packing`); else the run refuses to pack.
+  labels. In encoder-decoders the model's own head scores in chunks instead of returning logits. Either way only
+  trained tokens reach the head, if the model's code allows it. The run says which head it uses, the plan counts it,
+  and `manifest.json` keeps it (`effective.output_head`). Before the first step both are compared once more with the
+  real weights, on the first rows, in the run's precision. BERT and similar models train only as decoders, which their
+  config must say (`is_decoder`).
+- **packs**: documents in one row cannot see each other (`data.packing`); otherwise the run refuses to pack.
 - **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
-  them is stored in 4 bits (`method.quantization: nf4`), and just so in `fp8` and `int4`, experts of one tensor
-  too; those stay in 16 bits under `int8`. Routers stay, and layers whose weights the model's code or a kernel reads.
-  A run refuses what is less than nine tenths.
-- Towers for images and sound, and whatever else no text reaches, are not trained, by any method, and get no adapters.
-- **compiles**: *yes*: `compile: auto` may compile the layers, because those that are alike are one graph without a
-  break for every length of rows, with equal losses and gradients. Else it leaves them as they are, and `compile:
-  layers` warns before it tries, because code leaves the graph (*breaks*), each layer or length has a graph of its own
-  (*recompiles*), compiling ends in an error (*fails*), or Transformers does not mark the layers as such (*unmarked*).
-- **plans**: *traced*: memory and work are read from a micro-batch through its own code, and the parameters that are
-  counted are those it has. *formulas*: its code needs numbers to run, or more than two layers, so plans may
-  follow from its config, and say so.
+  them is stored in 4 bits (`method.quantization: nf4`). The same holds for `fp8` and `int4`, including experts stored
+  as one tensor, which stay in 16 bits under `int8`. Routers stay in 16 bits, and so do layers whose weights the
+  model's code or a kernel reads. A run refuses less than nine tenths.
+- Image and audio towers, and whatever else no text reaches, are not trained by any method and get no adapters.
+- **compiles**: *yes*: `compile: auto` may compile the layers, because layers that are alike are one graph without a
+  break for every length of rows, with equal losses and gradients. Otherwise it leaves them as they are, and
+  `compile: layers` warns before it tries, because code leaves the graph (*breaks*), each layer or length has its own
+  graph (*recompiles*), compiling ends in an error (*fails*), or Transformers does not mark the layers as such
+  (*unmarked*).
+- **plans**: *traced*: memory and work are read from a micro-batch that goes through the model's own code, and the
+  parameters counted are those that it has. *formulas*: the code needs numbers to run, or more than two layers, so
+  plans may be based on the config, and say so.
 
 """
 

@@ -50,27 +50,26 @@ _ENGINES = {"`single`, `ddp`": "ddp", "`zero1`, `zero2`, `zero3`": "zero2", "`fs
 _INTRODUCTION = """\
 # Strategies
 
-`strategy` in a recipe says how training is spread over devices. The recipe owns it: `accelerate launch` only starts the
-processes. Losses do not depend on it, so choose by memory and speed:
+`strategy` in a recipe says how training is spread over devices. The recipe decides it: `accelerate launch` only starts
+the processes. Losses do not depend on it, so choose by memory and speed:
 
 | when | take |
 | --- | --- |
 | you want it chosen | `auto`: the fastest that fits these devices, by the [plan](plan.md); the manifest says why |
 | model, gradients and optimizer state fit on one device | `ddp` (also on one device); adapters nearly always do |
-| they nearly fit | `zero1`, then `zero2`: the same traffic as `ddp`, less held twice |
-| they do not | `fsdp` or `zero3`: each layer is gathered when it is computed with |
+| they nearly fit | `zero1`, then `zero2`: the same traffic as `ddp`, fewer copies |
+| they do not fit | `fsdp` or `zero3`: each layer is gathered when it computes |
 | several machines with slow links between them | `fsdp_hybrid`: shards in the node, replicas across nodes |
 | too few devices for any of these | `zero2_offload`, `zero3_offload`, `fsdp_offload`: host memory, over PCIe |
 | host memory is not enough either | `zero3_nvme` |
 
-`strategy=zero3_offload` on the command line takes that file of `recipes/strategy/`; `strategy.name=zero3` changes the
-one key.
+`strategy=zero3_offload` on the command line takes that file of `recipes/strategy/`; `strategy.name=zero3` changes only
+that key.
 
 ## Memory
 
 Bytes that a device holds per trained parameter between two steps, for `precision: bf16`, AdamW and N processes.
-Activations, buckets and the layers that are gathered at the moment come on top:
-[plan](plan.md).
+Activations, buckets and the layers gathered at the moment are extra: [plan](plan.md).
 
 | strategy | weights | gradients | masters and moments |
 | --- | --- | --- | --- |
@@ -80,85 +79,98 @@ Activations, buckets and the layers that are gathered at the moment come on top:
 | `zero3` | 2 / N | 4 / N | 12 / N |
 | `fsdp` | (they are the masters) | 4 / N | 12 / N |
 
-Offloading moves the last column to the host (ZeRO: the gradients it waits for too), `offload_param` the weights; FSDP
-moves all of its row. A frozen base costs its weights alone: 2 bytes per parameter, 1 with int8 and fp8, about 0.5 with
-nf4 and int4; `zero3` and `fsdp` divide them by N, but with a quantized base every process reads the whole before it
-keeps its part.
+Offloading moves the last column to the host (under ZeRO also the gradients that it waits for);
+`offload_param` moves the weights. FSDP moves its whole row. A frozen base costs only its weights: 2 bytes per
+parameter, 1 with int8 and fp8, about 0.5 with nf4 and int4. `zero3` and `fsdp` divide them by N, but with a quantized
+base every process reads the whole base before it keeps its part.
 
 ## Long rows
 
-Where the activations of one row do not fit, `parallel.sequence=N` has N devices share each row, under every strategy:
+If the activations of one row do not fit, N devices can share each row with `parallel.sequence=N`, under every
+strategy:
 
 ```sh
 toolkit plan recipe=llama_3_1_8b_128k_lora hardware=h100x8
 ```
 
-Each computes a part of the tokens. For attention they exchange parts of rows for attention heads and back (Ulysses,
-Jacobs et al. 2023), so N must divide the model's heads, and the backend must take boundaries of documents, which
-`model.attention=auto` then sees to. With `parallel.context=N` instead, each keeps the queries of its tokens and gathers
-the keys and values of the whole row (Llama Team 2024, arXiv:2407.21783, section 3.3.2), in the backward pass once more,
-so that no layer keeps them. N need not divide the heads. Each has a piece from the front of the row and one as far from
-its end, so that all attend to equally many keys. With h heads and k of keys, gathering sends less than exchanging
-where 3kN < 2(h + k), and where kN < h + k if layers are recomputed; in one run it is one of the two. The keys and
-values of the whole row, and their gradients, are there for one layer at a time, and grow with N; the plan counts them.
-Where nothing fits, `toolkit plan` names the smallest N that does, with `parallel.sequence` where it divides the heads.
+Each device computes a part of the tokens. There are two ways to compute attention; a run uses one of them:
 
-What is largest then is inside the MLPs, which are several times as wide as what enters them.
-`activation_checkpointing.mlp_tiles=8` computes a layer's MLP in eight tiles of a row's tokens, one after the other, and
-each once more in the backward pass (tiled MLP, Bekman et al. 2025, arXiv:2506.13996), with or without shared rows.
-`activation_checkpointing=auto` tries it for rows from 32,768 tokens on where nothing faster fits: by the plan one GPU
-of 48 GB then trains LoRA on rows of 131,072 tokens of an 8B, which without it takes more than it has.
+- `parallel.sequence=N`: devices exchange parts of rows for attention heads and back (Ulysses, Jacobs et al. 2023). N
+  must divide the model's heads, and the attention backend must accept document boundaries, which
+  `model.attention=auto` ensures.
+- `parallel.context=N`: each device keeps the queries of its tokens and gathers the keys and values of the whole row
+  (Llama Team 2024, arXiv:2407.21783, section 3.3.2), once more in the backward pass, so that no layer keeps them. N
+  need not divide the heads. Each device has a piece from the front of the row and one equally far from its end, so
+  that all attend to equally many keys.
 
-Either way activations, logits and batches of a device are an Nth; what `strategy` divides is
-divided over all devices as before, because to the engine parts of rows are rows like any others. Losses stay those of
-one process, packed or not. Neighbouring ranks share rows, so that with N up to the devices of a node the exchange stays
-within it. The balance loss of a mixture's routers is that of whole rows. Before the first step the model is asked
-whether parts get the logits of the whole row, so that a model whose layers look beyond their tokens elsewhere than in
+With h heads and k key heads, gathering sends less than exchanging if 3kN < 2(h + k), or if kN < h + k where layers are
+recomputed. The keys and values of the whole row, and their gradients, exist for one layer at a time, and grow with N;
+the plan counts them. If nothing fits, `toolkit plan` names the smallest N that does, for `parallel.sequence` if it
+divides the heads.
+
+The largest part is then inside the MLPs, which are several times as wide as their input.
+`activation_checkpointing.mlp_tiles=8` computes a layer's MLP in eight tiles of a row's tokens, one after the other,
+and each once more in the backward pass (tiled MLP, Bekman et al. 2025, arXiv:2506.13996), with or without shared rows.
+`activation_checkpointing=auto` tries it for rows from 32,768 tokens on if nothing faster fits. By the plan, one GPU of
+48 GB can then train LoRA on an 8B model with rows of 131,072 tokens, which does not fit without it.
+
+Either way a device has an Nth of the activations, logits and batches. What `strategy` divides is divided over all
+devices as before, because to the engine parts of rows are rows like any others. Losses stay those of one process,
+packed or not. The balance loss of a mixture's routers is that of whole rows. Neighbouring ranks share rows, so the
+exchange stays within a node as long as N does not exceed its devices. Before the first step the run checks on the
+model whether parts get the logits of the whole row. A model whose layers look beyond their tokens elsewhere than in
 attention does not train.
 
 ## Layers that several devices divide
 
-Where the weights of a layer do not fit, or a step must not wait for gathering them, `parallel.tensor=N` has N devices
-divide each layer (tensor parallelism, Shoeybi et al. 2019), under `strategy.name=ddp`, `zero1`, `zero2`
-and `fsdp`:
+If the weights of a layer do not fit, or a step must not wait for gathering them, `parallel.tensor=N` divides each
+layer over N devices (tensor parallelism, Shoeybi et al. 2019), under `strategy.name=ddp`, `zero1`, `zero2` and `fsdp`:
 
 ```sh
 toolkit plan recipe=llama_3_1_8b_lora hardware=h100x8 strategy.name=ddp parallel.tensor=4
 ```
 
-Each has a part of the attention heads and of the inner width of the MLPs, with their weights, adapters, gradients and
-optimizer state, and of embeddings and output head a part of the vocabulary, where N divides it and no adapter trains
-them; norms are whole on all. They read the same rows, and sum hidden states twice in each direction of a layer, which
-nothing hides: neighbouring ranks divide, so that with N up to the devices of a node the sums stay within it. Logits are
-not gathered for the loss: of each token the largest, the sum of exponentials and the label's are reduced. What is left
-of the devices is data-parallel: `fsdp` shards each part over those that have the same one, ZeRO-1 and 2 divide its
-gradients and optimizer state over them; with `parallel.sequence` or `parallel.context` groups of them share rows
-besides. Layers are divided as Transformers' own plan for the architecture says, on every engine alike; DeepSpeed's own
-way (AutoTP), which knows no adapters of PEFT, is not used. N must divide the heads of keys and values, all heads and
-the inner width; architectures whose plan needs more than columns and rows (mixtures of experts) are refused, and so is
-what has not been tried with it: ZeRO-3, of which `fsdp` does the same, parameters that are offloaded, quantization,
-streams, compiled layers, and under `fsdp` projections that are several in one (Phi-3, GLM), of which each process has a
-part of every one of the several. Losses stay those of one process. Final
-models and adapters are plain files as ever, and any number of processes and any strategy goes on from a checkpoint.
-Every process reads the whole model into host memory before it keeps its part.
+Each device has a part of the attention heads and of the inner width of the MLPs, with their weights, adapters,
+gradients and optimizer state. It has a part of the vocabulary in embeddings and output head, if N divides it and no
+adapter trains them. Norms are whole on all devices.
+
+The devices read the same rows, and sum hidden states twice in each direction of a layer. Nothing hides these sums.
+Neighbouring ranks divide layers, so the sums stay within a node as long as N does not exceed its devices. Logits are
+not gathered for the loss: for each token the largest logit, the sum of exponentials and the label's logit are reduced.
+
+The remaining dimension of the devices is data-parallel: `fsdp` shards each part over the devices that have the same
+part, and ZeRO-1 and 2 divide its gradients and optimizer state over them. With `parallel.sequence` or
+`parallel.context`, groups of them also share rows. Layers are divided as Transformers' own plan for the architecture
+says, in the same way on every engine. DeepSpeed's own way (AutoTP) does not know PEFT's adapters and is not used. N
+must divide the key and value heads, all heads and the inner width. These are refused:
+
+- architectures whose plan needs more than columns and rows (mixtures of experts);
+- what has not been tried: ZeRO-3 (`fsdp` does the same), offloaded parameters, quantization, streams, compiled layers;
+- under `fsdp`, projections that are several in one (Phi-3, GLM), of which each process has a part of every one.
+
+Losses stay those of one process. Final models and adapters are plain files as always, and a checkpoint can be
+continued on any number of processes and with any strategy. Every process reads the whole model into host memory before
+it keeps its part.
 
 ## Layers that follow each other on several devices
 
-Where links are slow, or a model does not fit however it is divided, `parallel.pipeline=N` spreads the layers over N
-devices, one run of them after the other (pipeline parallelism, Huang et al. 2019), under `strategy.name=ddp`:
+If links are slow, or a model does not fit however it is divided, `parallel.pipeline=N` spreads the layers over N
+devices, each with a consecutive run of layers (pipeline parallelism, Huang et al. 2019), under `strategy.name=ddp`:
 
 ```sh
 toolkit plan recipe=llama_3_1_70b_pipeline hardware=h100x8x2
 ```
 
-The micro-batches of a step are those of the pipeline: hidden states go from stage to stage and their gradients back,
-and nothing else is sent but sums of gradients when the pipeline has run empty. What is left of the devices is
-data-parallel. Devices that have the same stage are of neighbouring ranks: of 2 nodes of 8 GPUs and `pipeline: 2`, ranks
-0 to 7 have the first half of the layers, 8 to 15 the second, rank 0 hands on to rank 8, and gradients are averaged
-within nodes. Stages are cut so that the slowest takes as little as can be by the plan's times, with embeddings and
-output head counted; the plan shows them, the memory of each process and the bubble, the share of a step in which
-devices wait for the pipeline to fill and to run empty: (N - 1) / (m + N - 1) of m micro-batches for GPipe and 1F1B. So
-it wants many micro-batches, and a small `batch.micro_batch_size`.
+The micro-batches of a step are those of the pipeline. Hidden states go from stage to stage and their gradients go
+back; nothing else is sent except sums of gradients once the pipeline is empty. The remaining dimension of the devices
+is data-parallel. Devices with the same stage have neighbouring ranks. For example, with 2 nodes of 8 GPUs and
+`pipeline: 2`, ranks 0 to 7 have the first half of the layers and 8 to 15 the second; rank 0 hands on to rank 8, and
+gradients are averaged within nodes.
+
+Stages are cut so that the slowest one takes as little time as possible by the plan, with embeddings and output head
+counted. The plan shows the stages, the memory of each process and the bubble: the share of a step in which devices
+wait for the pipeline to fill and to empty. For GPipe and 1F1B with m micro-batches it is (N - 1) / (m + N - 1), so a
+pipeline needs many micro-batches, and a small `batch.micro_batch_size`.
 
 | `parallel.schedule` | torch's | stages of a device | waits, of what N - 1 micro-batches take | micro-batches held |
 | --- | --- | --- | --- | --- |
@@ -167,52 +179,62 @@ it wants many micro-batches, and a small `batch.micro_batch_size`.
 | `interleaved_1f1b` | `ScheduleInterleaved1F1B` | 2 | half | up to 1.5 times as many |
 | `zero_bubble` | `ScheduleZBVZeroBubble` | 2 | a sixth in full fine-tuning; a half with adapters | as many as devices |
 
-All train alike, on torch's `torch.distributed.pipelining`. `interleaved_1f1b` takes micro-batches in equal rounds of at
-least N; with fewer than N micro-batches `1f1b` runs as `gpipe`, which it would be. `zero_bubble` leaves gradients of
-weights for later, so adapters, which have next to none, gain little by it. Each process keeps the embeddings, layers,
-final norm and output head of its own stages; what others have is left out as the files are read. Micro-batches have
-lengths of their own, packed or padded; every process reads the rows of its pipeline, so labels, positions and
-boundaries of documents need not be sent. Embeddings that are the output head too lie on the first and the last process,
-which add up their gradients. In 16 bits over fp32 weights, micro-batches share one 16-bit copy of each weight, unless
-layers are computed again. Of mixtures the scores of all routers go along to the last stage, where their balance is
-computed. The model's own forward computes a stage, given hidden states instead of tokens: it is asked whether it leaves
-these as they are without layers, and an architecture that does not (Granite) or has more beside its layers than
-embeddings and a norm (GPT-2) is refused.
+All schedules train alike, on torch's `torch.distributed.pipelining`. `interleaved_1f1b` takes micro-batches in equal
+rounds of at least N. With fewer than N micro-batches `1f1b` is the same as `gpipe`, and runs as it. `zero_bubble`
+postpones the gradients of weights, so it gains little with adapters, which have next to none.
+
+- Each process keeps the embeddings, layers, final norm and output head of its own stages; the rest is left out as the
+  files are read.
+- Micro-batches have lengths of their own, packed or padded. Every process reads the rows of its pipeline, so labels,
+  positions and document boundaries need not be sent.
+- Embeddings tied to the output head are on both the first and the last process, which add up their gradients.
+- In 16 bits over fp32 weights, micro-batches share one 16-bit copy of each weight, unless layers are recomputed.
+- In mixtures of experts the scores of all routers travel to the last stage, where their balance is computed.
+- The model's own forward computes a stage, given hidden states instead of tokens. The run checks that, without layers,
+  this forward leaves them unchanged. An architecture that does not (Granite), or that has more beside its layers than
+  embeddings and a norm (GPT-2), is refused.
 
 Losses stay those of one process; with dropout they are as good, with other masks. Final models and adapters are plain
-files, checkpoints are whole, and any number of processes and any strategy goes on from them. What has not been tried
-with it is refused: other strategies, `parallel.sequence`, `context`, `tensor` and `expert`, quantization, streams,
-and compiled layers.
+files, checkpoints are whole, and any number of processes and any strategy can continue from them. What has not been
+tried is refused: other strategies, `parallel.sequence`, `context`, `tensor` and `expert`, quantization, streams, and
+compiled layers.
 
 ## Experts that several devices divide
 
-Most of a mixture are its experts, of which each token meets a few. `parallel.expert=N` has N devices divide them
-(expert parallelism, Lepikhin et al. 2020), under `strategy.name=ddp`:
+Most of a mixture of experts are its experts, and each token uses only a few of them. `parallel.expert=N` divides them
+over N devices (expert parallelism, Lepikhin et al. 2020), under `strategy.name=ddp`:
 
 ```sh
 toolkit plan recipe=qwen3_30b_a3b_full_expert hardware=h200x8
 ```
 
-Each has an Nth of the experts of every layer, with their weights, adapters, gradients and optimizer state; the rest is
-whole on all, and averaged as ever. Every device reads rows of its own. In each layer with experts it sends a token to
-the devices that have experts for it, once to each, with the weights that the router gave these experts; there their
-results are added up, and one row comes back. Between N devices, of whose E experts a token meets k, that is
-(N - 1)(1 - C(E - E/N, k) / C(E, k)) rows each way if all are chosen equally often: 4.7 for 128 experts on 8 devices of
-which a token meets 8. A copy for each expert, as Transformers' own exchange sends it, would be 7; what FSDP gathers
-instead, all weights of a layer, depends on no token. Nothing hides the exchange, and the host waits once in a layer for
-how many rows will come: neighbouring ranks divide, so that with N up to the devices of a node it stays within it.
+Each device has an Nth of the experts of every layer, with their weights, adapters, gradients and optimizer state. The
+rest is whole on all devices, and averaged as usual. Every device reads its own rows. In each layer with experts it
+sends a token once to each device that has experts for it, with the weights that the router gave these experts. The
+results are added up there, and one row comes back.
 
-The experts are divided as Transformers' own plan for the architecture says; they compute all their tokens in grouped
-products, as without it. No expert has a capacity, so no token is dropped. What the devices of a group have to do
-differs with the routing: `metrics.jsonl` says how evenly tokens were spread, for every mixture (`expert_load`, how many
-times the mean of a layer its fullest expert got, on average over the layers, and `expert_load_worst`; `idle_experts`,
-the share that got none; `process_load`, as the first, of devices), and the plan takes them to be spread evenly. The
-balance loss is that of each micro-batch, as without it.
+With E experts on N devices, of which a token uses k, that is (N - 1)(1 - C(E - E/N, k) / C(E, k)) rows each way if all
+are chosen equally often: 4.7 for 128 experts on 8 devices, with 8 per token. A copy for each expert, as Transformers'
+own exchange sends it, would be 7. FSDP instead gathers all weights of a layer, whatever the number of tokens.
+
+Nothing hides the exchange, and the host waits once per layer to learn how many rows will come. Neighbouring ranks
+divide experts, so the exchange stays within a node as long as N does not exceed its devices.
+
+The experts are divided as Transformers' own plan for the architecture says. They compute all their tokens in grouped
+products, as without it. No expert has a capacity, so no token is dropped. The work of a group's devices depends on the
+routing, which the plan assumes to be even. `metrics.jsonl` says how evenly tokens were spread, for every mixture:
+
+- `expert_load`: how many times the mean of a layer its fullest expert got, on average over the layers;
+  `expert_load_worst`;
+- `idle_experts`: the share that got none;
+- `process_load`: as `expert_load`, but for devices.
+
+The balance loss is that of each micro-batch, as without it.
 
 N must divide the experts. Losses stay those of one process that takes micro-batches of the same size. Final models and
-adapters are plain files as ever, and checkpoints are whole: any number of processes and any strategy goes on from them.
-It goes together with `parallel.sequence` and `parallel.context`. Every process reads the whole model into host memory
-before it keeps its part.
+adapters are plain files as always, and checkpoints are whole: any number of processes and any strategy can continue
+from them. It can be combined with `parallel.sequence` and `parallel.context`. Every process reads the whole model into
+host memory before it keeps its part.
 
 ## NVMe
 
@@ -224,24 +246,29 @@ apt install libaio-dev g++
 ```
 
 Before training, the run checks that the folder can be written, that the drive has room for this node's share, and that
-`async_io` is built. Each process has a folder of its own below it; the launch's folder is removed at the end.
+`async_io` is built. Each process has its own folder in it; the launch's folder is removed at the end.
 
 ## What goes with what
 
-Everything below is made from the rules that `toolkit validate` applies, by trying each combination. A cell that does
-not say yes names the rules that refuse it. Each rule has a test that runs what it refuses and shows the failure, or a
-reference where that needs other hardware.
+Everything below is generated from the rules that `toolkit validate` applies, by trying each combination. A cell that
+does not say yes names the rules that refuse it. Each rule has a test that runs what it refuses and shows the failure,
+or a reference if that needs other hardware.
 """
 _NUMERICS = """\
 ## What is held in which type
 
-The same on every engine, which differ by default: DeepSpeed would upcast or round, FSDP follow the weights as they were
-read. *Loaded* is how weights are read, for adapters the frozen base; *local* how trained parameters lie in the model
-between steps; *reduced* in what gradients are summed over micro-batches and processes (without an engine: in the type
-of the parameters); *masters* what the optimizer updates, and AdamW's moments with them. 8-bit and 4-bit optimizers
-round their moments: under ZeRO in blocks of the flattened parameters, elsewhere in blocks of each parameter, so that
-their losses agree to about 0.1 %, not exactly. Under ZeRO fp32 masters start from weights rounded to the compute
-precision.
+The types are the same on every engine. By default engines differ: DeepSpeed would upcast or round, FSDP would follow
+the weights as they were read.
+
+- *Loaded*: how weights are read; for adapters, how the frozen base is read.
+- *Local*: how trained parameters are stored in the model between steps.
+- *Reduced*: in what type gradients are summed over micro-batches and processes (without an engine: in the type of the
+  parameters).
+- *Masters*: what the optimizer updates, and AdamW's moments with them.
+
+8-bit and 4-bit optimizers round their moments: under ZeRO in blocks of the flattened parameters, elsewhere in blocks
+of each parameter. Their losses therefore agree to about 0.1 %, not exactly. Under ZeRO fp32 masters start from weights
+rounded to the compute precision.
 """
 
 
