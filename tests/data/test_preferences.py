@@ -239,6 +239,10 @@ REFUSED: dict[str, Any] = {
         {"prompt": "p", "response_0": "a", "response_1": "b", "better_response_id": 0},
         "`better_response_id` seems to say in each row",
     ),
+    "answers that are judged one by one": (
+        {"prompt": "p", "completion": "a", "label": True},
+        "which it judges, set objective=kto",
+    ),
     "conversations as Python prints them": (
         {"chosen": "[{'role': 'user', 'content': 'a'}]", "rejected": "[{'content': 'a', 'role': 'user'}]"},
         "would be trained as the plain text",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, PAIRS_CALLED, by_lower_case, parsed, value_at
+from toolkit.data.columns import EMPTY, PAIRS_CALLED, by_lower_case, parsed, value_at, verdict
 from toolkit.data.messages import Message, are_messages, holds_messages
 from toolkit.data.rows import Chat, Completion, Preference
 
@@ -78,10 +78,13 @@ def says_what_was_asked(
 def _refuse_which(row: Mapping[str, Any], spelt: Mapping[str, str], source: str) -> None:
     """Refuses rows whose better answer stands now in one column, now in another."""
     if which := next((spelt[name] for name in _WHICH if name in spelt and row[spelt[name]] not in EMPTY), None):
+        # Beside a single answer it says whether that is good.
+        judges = which.lower() == "label" and verdict(row[which]) is not None
         raise UserError(
             f"data source `{source}`: `{which}` seems to say in each row which of its answers is the better one",
             "write that one into `chosen` of the row and the other into `rejected`, or, if `data.columns` names them "
-            f"for every row, set 'data.ignore=[{which}]'",
+            f"for every row, set 'data.ignore=[{which}]'"
+            + "; if rows have one answer each, which it judges, set objective=kto" * judges,
         )
 
 
