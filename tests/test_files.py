@@ -31,6 +31,13 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert file.read_text() == "new"
 
 
+@pytest.mark.parametrize("folder", ["missing", "a file"])
+def test_what_cannot_be_written_is_named(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "a file").touch()
+    with pytest.raises(OSError, match=f"{folder}/page.html'$"):
+        write_atomically(tmp_path / folder / "page.html", "text")
+
+
 def test_writers_of_one_file_never_leave_it_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also processes of one number, as in two containers: a reader sees one text or the other, whole."""
     monkeypatch.setattr(os, "getpid", lambda: 1)

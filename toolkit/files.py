@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -22,8 +23,10 @@ def write_atomically(file: Path, text: str | bytes) -> None:
     try:
         partial.write_bytes(text if isinstance(text, bytes) else text.encode())
         partial.replace(file)
-    except OSError:
-        partial.unlink(missing_ok=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        error.filename = str(file)  # Nobody knows the other name.
         raise
 
 
