@@ -23,6 +23,8 @@ from toolkit.data.messages import read_messages, without_use
 from toolkit.data.prepare import prepare
 from toolkit.data.preview import render
 from toolkit.data.problems import check_batch, find_problems
+from toolkit.data.rows import Chat
+from toolkit.data.task import Task, has_empty_turn
 
 
 def audit(tmp_path: Path, rows: list[Any], tokenizer: Any = None, stop: frozenset[int] = STOP, **settings: Any) -> Any:
@@ -94,6 +96,38 @@ def test_placeholders_of_pictures_without_pictures_are_warned_of(
     audited = audit(tmp_path, [chat_row(text, "yo"), chat_row("hi", "yo")])
     assert audited.sources[0].placeholders == is_placeholder
     assert any("trained as plain text" in each.what for each in audited.problems) == is_placeholder
+
+
+@pytest.mark.parametrize(
+    ("train_on", "empty", "warns"),
+    [
+        ("auto", {}, True),
+        ("last_assistant", {}, False),
+        ("auto", {"train": False}, False),
+        (["tool"], {}, False),
+    ],
+)
+def test_turns_that_say_nothing_are_warned_of(
+    train_on: Any, empty: dict[str, Any], warns: bool, tmp_path: Path
+) -> None:
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", **empty},
+        {"role": "tool", "content": "found"},
+        {"role": "user", "content": "hello?"},
+        {"role": "assistant", "content": "yo"},
+    ]
+    audited = audit(tmp_path, [{"messages": turns}, chat_row("hi", "yo")], train_on=train_on)
+    assert audited.sources[0].empty_turns == warns
+    assert any("says nothing" in each.what for each in audited.problems) == warns
+
+
+def test_a_turn_of_calls_or_thoughts_alone_is_not_empty() -> None:
+    asked, task = {"role": "user", "content": "hi"}, Task("sft", "auto", True)
+    for said in ({"tool_calls": [{"function": {"name": "look", "arguments": {}}}]}, {"reasoning_content": "Hm."}):
+        assert not has_empty_turn(Chat([asked, {"role": "assistant", "content": "", **said}]), task)
+    assert has_empty_turn(Chat([asked, {"role": "assistant", "content": ""}]), task)
+    assert not has_empty_turn(Chat([asked, {"role": "assistant", "content": ""}]), Task("sft", "all", True))
 
 
 def test_rows_that_are_trained_as_they_are_end_themselves(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ AUDIT: dict[str, Any] = {
             "verdicts": {},
             "worse": {},
             "placeholders": 0,
+            "empty_turns": 0,
             "unused_fields": ["<i>id</i>"],
             "ignored": {"images": True},
             "role": "train",

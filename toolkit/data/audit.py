@@ -51,6 +51,8 @@ class SourceFigures(BaseModel):
     """Fields of messages that neither the toolkit nor the chat template reads."""
     placeholders: int = 0
     """Rows whose text has a placeholder where a picture, sound or film was."""
+    empty_turns: int = 0
+    """Conversations with a turn that is trained and says nothing."""
     ignored: dict[str, bool] = {}
     """Names in `data.ignore`, and whether a row has them."""
     role: Literal["train", "eval"] = "train"

@@ -84,7 +84,8 @@ def _refuse_which(row: Mapping[str, Any], spelt: Mapping[str, str], source: str)
             f"data source `{source}`: `{which}` seems to say in each row which of its answers is the better one",
             "write that one into `chosen` of the row and the other into `rejected`, or, if `data.columns` names them "
             f"for every row, set 'data.ignore=[{which}]'"
-            + "; if rows have one answer each, which it judges, set objective=kto" * judges,
+            + "; if rows have one answer each, which it judges, set objective=kto"
+            * judges,
         )
 
 

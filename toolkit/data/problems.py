@@ -95,6 +95,13 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
                 f"`{name}`",
                 "swap the answers of these rows or remove them: they teach what is not wanted",
             )
+        if source.empty_turns:
+            yield Problem(
+                "warning",
+                f"in {source.empty_turns:,} rows of {source.path} a turn that is trained says nothing, so the model "
+                "would learn to end its turn at once",
+                "remove these turns or rows, or set `train: false` in these messages",
+            )
         if source.placeholders:
             yield Problem(
                 "warning",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from toolkit.data.prompts import is_empty_prompt
 from toolkit.data.related import is_empty_related
 from toolkit.data.rows import (
     IGNORE,
+    Chat,
     Completion,
     Judged,
     Labelled,
@@ -104,9 +106,23 @@ def is_empty(row: Row, task: Task) -> bool:
             return not (words and any(tags))
     if task.trains_prompts:
         return not row.messages
-    roles = task.train_on if isinstance(task.train_on, list) else ["assistant"]
-    return not any(
-        message["content"] or message.get("tool_calls")
-        for message in row.messages
-        if message.get("train", message["role"] in roles)
+    return not any(message["content"] or message.get("tool_calls") for message in _trained(row, task))
+
+
+def has_empty_turn(row: Row, task: Task) -> bool:
+    """Whether a turn of a conversation is trained in which nothing is said, so that the model would learn to end its
+    turn at once."""
+    if not isinstance(row, Chat) or task.trains_prompts:
+        return False
+    turns = _trained(row, task)
+    said = ("content", "tool_calls", "reasoning_content")
+    return any(
+        not any(message.get(field) for field in said)
+        for message in (turns[-1:] if task.train_on == "last_assistant" else turns)
     )
+
+
+def _trained(row: Chat, task: Task) -> list[dict[str, Any]]:
+    """The messages of whose turns tokens are trained, unless only the last one is."""
+    roles = task.train_on if isinstance(task.train_on, list) else ["assistant"]
+    return [message for message in row.messages if message.get("train", message["role"] in roles)]

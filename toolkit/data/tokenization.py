@@ -56,7 +56,7 @@ from toolkit.data.rows import (
     to_json,
 )
 from toolkit.data.sources import Reader
-from toolkit.data.task import Task, is_empty
+from toolkit.data.task import Task, has_empty_turn, is_empty
 
 _Encoded = TypeVar("_Encoded")
 FIRST_ROWS = 100
@@ -108,7 +108,7 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
     Returns:
         The table (columns: row, where, source, content), and for every source its format, rows, rows without
         content, unused columns and which of them judge rows or answers, fields of messages that are left to the chat
-        template, rows with placeholders of pictures, and which of `data.ignore` there are.
+        template, rows with placeholders of pictures or turns that say nothing, and which of `data.ignore` there are.
     """
     sources = []
     with (
@@ -141,7 +141,9 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
                     present = set(names_in(raw))
                     absent = {name for name in absent if not {name, name.rpartition(".")[2]} & present}
                 converted = [(row_format.convert(raw, where), where) for where, raw in batch]
-                records = [_record(row, where, number) for row, where in converted if not is_empty(row, task)]
+                kept = [(row, where) for row, where in converted if not is_empty(row, task)]
+                records = [_record(row, where, number) for row, where in kept]
+                figures.empty_turns += sum(has_empty_turn(row, task) for row, _ in kept)
                 figures.placeholders += sum(has_placeholder(record["row"]) for record in records)
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=ROWS_SCHEMA))
                 figures.rows += len(batch)
