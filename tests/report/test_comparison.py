@@ -144,6 +144,17 @@ def test_the_best_is_marked_where_every_other_is_worse_by_more_than_chance(tmp_p
     assert x.mean() / 10 > half and half < 0.3 * low.std() / 40**0.5 / 10
 
 
+def test_rewards_have_no_perplexity(tmp_path: Path) -> None:
+    """The loss of GRPO and RLOO is minus the mean reward."""
+    runs = [make(tmp_path / name) for name in ("one", "two")]
+    for run, reward in zip(runs, (0.25, 1.5), strict=True):
+        rewards = {"eval_reward": reward, "eval_reward_plus_minus": 0.1}
+        write_metrics(run, step_line(1), eval_line(8, -reward) | rewards)
+    results = rows_of(compare(runs), "results")
+    assert results["held-out loss"] == ("-0.2500", "-1.5000")
+    assert "perplexity" not in results
+
+
 def test_runs_that_chance_may_have_ordered_are_not(tmp_path: Path) -> None:
     runs = [measured(tmp_path / f"run-{at}", losses) for at, losses in enumerate(draws(0.0, 0.001, 0.5), start=1)]
     compared = compare(runs)
