@@ -46,6 +46,18 @@ def test_only_what_differs_is_shown_and_what_came_out(tmp_path: Path) -> None:
     assert max(map(len, text.split("\n"))) <= 80
 
 
+def test_what_only_one_run_has_is_one_row(tmp_path: Path) -> None:
+    """A resolved recipe also holds the empty lists of the other."""
+    runs = [make(tmp_path / "one"), make(tmp_path / "two")]
+    for run, layers, ranks in zip(runs, ([], [1]), ({}, {"q_proj": 4}), strict=True):
+        method = {"layers_to_transform": layers, "rank_pattern": ranks}
+        (run / "recipe.yaml").write_text(yaml.safe_dump({"objective": "sft", "method": method}))
+    assert rows_of(compare(runs), "recipe") == {
+        "method.layers_to_transform.0": (MISSING, "1"),
+        "method.rank_pattern.q_proj": (MISSING, "4"),
+    }
+
+
 def test_the_same_run_twice_differs_in_nothing(tmp_path: Path) -> None:
     run = make(tmp_path / "one")
     compared = compare([run, run])
