@@ -119,8 +119,7 @@ class Search:
             self._state.tried.append(tried := Tried(values=values))
             try:
                 chosen = self._trial(at, values)
-                if not at:
-                    places[0].cluster(chosen.loaded.recipe)
+                places[0].cluster(chosen.loaded.recipe)
             except UserError as error:
                 if not at:
                     raise
