@@ -119,6 +119,20 @@ def test_values_that_the_processes_of_this_machine_cannot_take_are_left_out(
     ]
 
 
+def test_what_is_chosen_lies_between_the_ends(place: Path) -> None:
+    """Of three digits most numbers next to 1 are 1, which is no beta."""
+    asked, chosen = ["optimizer.beta2=interval(0.9992,0.9999)", "output.dir=ends"], set[float]()
+    for _ in range(6):
+        found = search(*asked)
+        values = found._choose()
+        assert values is not None
+        found._trial(0, values)
+        found._state.tried.append(Tried(values=values))
+        found._write()
+        chosen.add(float(values["optimizer.beta2"]))
+    assert len(chosen) == 6 and min(chosen) >= 0.9992 and max(chosen) <= 0.9999
+
+
 @pytest.mark.matrix
 def test_a_search_that_is_killed_goes_on_where_it_was(place: Path) -> None:
     asked = [sys.executable, "-m", "toolkit", "sweep", *HELD_OUT, RATES, "schedule.max_steps=1", "output.dir=killed"]
