@@ -121,7 +121,7 @@ class Search:
             self._state.tried.append(tried := Tried(values=values))
             try:
                 chosen = self._trial(at, values)
-                places[0].cluster(chosen.loaded.recipe)
+                places[0].cluster(chosen.loaded)
             except UserError as error:
                 if not at:
                     raise
