@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,12 @@ def test_first_recipe_trains_on_own_data_as_its_comment_says(place: Path) -> Non
     Path("recipes/mine.yaml").write_text(text)
     data = load_checked("mine").recipe.data
     assert (data.sources[0].path, data.eval_split, data.over_long) == ("data/train.jsonl", 0.05, "drop")
+
+
+def test_the_lines_that_init_prints_can_be_typed_for_a_folder_with_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--recipes", "my recipes"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("check it:"))
+    assert main(shlex.split(line.removeprefix("check it:  toolkit "))) == 0
 
 
 def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:

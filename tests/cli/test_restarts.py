@@ -183,6 +183,17 @@ def test_lost_gpus_are_left_out_as_far_as_the_batch_divides(
     assert again == f"1 {left} {gpus}"
 
 
+@pytest.mark.parametrize(("gpus", "visible"), [(1, "2"), (2, "2,3")])
+def test_a_training_on_some_of_the_gpus_goes_on_with_others_if_its_own_are_lost(
+    gpus: int, visible: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose({0, 1}, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    asked = ["strategy=ddp", "batch.micro_batch_size=1", "--gpus", str(gpus), "--restarts", "1"]
+    assert started([(5, 4, "SIGKILL"), (6, "-", 0)], *asked) == (0, 2)
+    assert Path("started").read_text().splitlines()[1] == f"1 {visible} {gpus}"
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_rank_goes_on_to_the_same_losses_and_weights(

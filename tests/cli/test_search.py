@@ -106,6 +106,33 @@ def test_later_values_are_chosen_by_what_earlier_ones_came_to(place: Path) -> No
     assert best is not None and best[1] == pytest.approx(1 + min(distances) ** 2)
 
 
+def test_values_that_the_processes_of_this_machine_cannot_take_are_left_out(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would end the search, and whenever it goes on."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    found = search("batch.global_batch_size=4,3", "batch.micro_batch_size=1", "output.dir=processes")
+    found._state.tried.append(Tried(values={"batch.global_batch_size": "4"}, ended="pruned"))
+    assert list(found._ask(shares(1, None))) == []
+    assert [(each.values["batch.global_batch_size"], each.ended) for each in found._state.tried[1:]] == [
+        ("3", "refused")
+    ]
+
+
+def test_what_is_chosen_lies_between_the_ends(place: Path) -> None:
+    """Of three digits most numbers next to 1 are 1, which is no beta."""
+    asked, chosen = ["optimizer.beta2=interval(0.9992,0.9999)", "output.dir=ends"], set[float]()
+    for _ in range(6):
+        found = search(*asked)
+        values = found._choose()
+        assert values is not None
+        found._trial(0, values)
+        found._state.tried.append(Tried(values=values))
+        found._write()
+        chosen.add(float(values["optimizer.beta2"]))
+    assert len(chosen) == 6 and min(chosen) >= 0.9992 and max(chosen) <= 0.9999
+
+
 @pytest.mark.matrix
 def test_a_search_that_is_killed_goes_on_where_it_was(place: Path) -> None:
     asked = [sys.executable, "-m", "toolkit", "sweep", *HELD_OUT, RATES, "schedule.max_steps=1", "output.dir=killed"]

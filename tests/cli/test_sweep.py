@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import pytest
 from harness import environment, losses
 from small import place_with
 
+from toolkit.cli.jobs import shares
 from toolkit.cli.main import main
 from toolkit.cli.sweep import PAGE, trials
 from toolkit.common import UserError
+from toolkit.distributed.layout import World
 from toolkit.report.load import read_manifest
 
 place = place_with("llama")
@@ -31,6 +34,20 @@ def command(*arguments: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_runs_are_checked_with_the_devices_of_the_folder_that_was_named(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(world: World, folder: str, environment: dict[str, str]) -> None:
+        raise UserError(f"devices of {folder}")
+
+    monkeypatch.setattr("toolkit.planner.launch.launched_on", asked)
+    shutil.copytree(place / "recipes", place / "mine")
+    (trial,) = trials([*ASKED, "strategy=auto", "seed=1,1"], "mine")
+    (share,) = shares(1, None)
+    with pytest.raises(UserError, match="devices of mine"):
+        share.cluster(trial.loaded)
 
 
 @pytest.mark.parametrize(

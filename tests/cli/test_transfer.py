@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_a_sweep_of_a_small_model_offers_a_rate_for_a_wider_one(
     assert f"{name}, hidden size {4 * width}: 0.002 (90%: 0.000" in told
     assert "was not measured" in told
     assert told.splitlines()[-1] == f"to train with it: toolkit launch recipe={name} learning_rate=0.002"
+
+
+def test_the_line_that_trains_names_the_folder_of_the_recipes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep, name, own = swept(place, "elsewhere", 4e-3), wider(place, 2), place / "my recipes"
+    own.mkdir()
+    (place / "recipes" / f"{name}.yaml").rename(own / f"{name}.yaml")
+    assert main(["transfer", str(sweep), "--for", name, "--recipes", "my recipes"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1].removeprefix("to train with it: toolkit ")
+    assert main([*shlex.split(line), "--gpus", "2", "--print"]) == 0
+    assert "--recipes 'my recipes'" in capsys.readouterr().out
 
 
 def test_what_is_unlike_is_refused_or_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

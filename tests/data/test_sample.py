@@ -58,6 +58,14 @@ def test_texts(kind: str, large: bool, model: Path, tmp_path: Path, monkeypatch:
     near(wanted, tmp_path, monkeypatch, large)
 
 
+def test_few_packed_rows_hold_no_more_than_they_can(model: Path, tmp_path: Path) -> None:
+    wanted = asked(model, texts(tmp_path / "a.jsonl", 60), objective="language_modelling", packing=True, seq_len=1000)
+    found = sampled(wanted)
+    assert found and found.rows == prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").statistics.rows
+    assert found.tokens / 970 < 2.5
+    assert found.mean_length <= 1000
+
+
 def test_chats_with_held_out_rows(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write_jsonl(tmp_path / "a.jsonl", (chat_row("What is it?", words(number)) for number in range(2000)))
     near(asked(model, rows, eval_split=0.1), tmp_path, monkeypatch, True)

@@ -46,6 +46,18 @@ def test_only_what_differs_is_shown_and_what_came_out(tmp_path: Path) -> None:
     assert max(map(len, text.split("\n"))) <= 80
 
 
+def test_what_only_one_run_has_is_one_row(tmp_path: Path) -> None:
+    """A resolved recipe also holds the empty lists of the other."""
+    runs = [make(tmp_path / "one"), make(tmp_path / "two")]
+    for run, layers, ranks in zip(runs, ([], [1]), ({}, {"q_proj": 4}), strict=True):
+        method = {"layers_to_transform": layers, "rank_pattern": ranks}
+        (run / "recipe.yaml").write_text(yaml.safe_dump({"objective": "sft", "method": method}))
+    assert rows_of(compare(runs), "recipe") == {
+        "method.layers_to_transform.0": (MISSING, "1"),
+        "method.rank_pattern.q_proj": (MISSING, "4"),
+    }
+
+
 def test_the_same_run_twice_differs_in_nothing(tmp_path: Path) -> None:
     run = make(tmp_path / "one")
     compared = compare([run, run])
@@ -142,6 +154,17 @@ def test_the_best_is_marked_where_every_other_is_worse_by_more_than_chance(tmp_p
     assert (above[0], interval[0]) == (f"{x.mean() / 10:+.4f}", f"± {half:.4f}")
     assert (above[1], interval[1]) == (MISSING, MISSING)
     assert x.mean() / 10 > half and half < 0.3 * low.std() / 40**0.5 / 10
+
+
+def test_rewards_have_no_perplexity(tmp_path: Path) -> None:
+    """The loss of GRPO and RLOO is minus the mean reward."""
+    runs = [make(tmp_path / name) for name in ("one", "two")]
+    for run, reward in zip(runs, (0.25, 1.5), strict=True):
+        rewards = {"eval_reward": reward, "eval_reward_plus_minus": 0.1}
+        write_metrics(run, step_line(1), eval_line(8, -reward) | rewards)
+    results = rows_of(compare(runs), "results")
+    assert results["held-out loss"] == ("-0.2500", "-1.5000")
+    assert "perplexity" not in results
 
 
 def test_runs_that_chance_may_have_ordered_are_not(tmp_path: Path) -> None:

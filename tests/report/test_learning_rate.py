@@ -69,6 +69,26 @@ def test_a_least_that_was_not_seen_is_refused(losses: list[float], words: list[s
     assert all(word in str(caught.value) for word in words)
 
 
+def test_runs_that_differ_in_all_else_too_say_nothing_of_the_rate() -> None:
+    """As those of a search over several keys: the other keys may have made their losses."""
+    draw = np.random.default_rng(0)
+    alone = [Point(rate, loss, f"other {loss}") for rate, loss in zip(RATES, draw.normal(2, 0.5, 7), strict=True)]
+    with pytest.raises(UserError, match="1 learning rates were tried with all else the same"):
+        best_rate(alone)
+    # Beside a sweep they change nothing.
+    assert best_rate([*alone, *swept(1.3e-3, 0.0, 0)]).ends[1] == pytest.approx(1.3e-3, rel=1e-3)
+
+
+def test_of_a_search_with_two_kinds_of_runs_each_kind_is_compared_with_itself() -> None:
+    draw = np.random.default_rng(0)
+    rates = np.exp(draw.uniform(math.log(2e-4), math.log(8e-3), 12))
+    points = [
+        Point(rate, 1.5 + 0.05 * math.log(rate / 1.3e-3) ** 2 + 0.3 * (at % 2), str(at % 2))
+        for at, rate in enumerate(rates.tolist())
+    ]
+    assert best_rate(points).ends[1] == pytest.approx(1.3e-3, rel=1e-2)
+
+
 def test_two_widths_measure_how_the_rate_falls_and_one_does_not() -> None:
     small, double = best_rate(swept(2e-3, 1e-3, 1)), best_rate(swept(2e-3 / math.sqrt(2), 1e-3, 2))
     measured = [(576, small), (1152, double)]

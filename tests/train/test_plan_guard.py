@@ -9,20 +9,25 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from harness import RUN, environment, leave_unmeasured
 from ranks import Ranks
 from small import populate
 
+from toolkit.distributed.layout import World
 from toolkit.planner.hardware import find
+from toolkit.planner.hardware.detect import Gpu
 from toolkit.planner.plan import Plan
 from toolkit.planner.trace import store
 from toolkit.planner.trace.analytic import estimated
 from toolkit.recipe.rules import load_checked
 from toolkit.train.main import main
-from toolkit.train.plan_guard import PlanGuard
+from toolkit.train.plan_guard import PlanGuard, plan_run
+
+if TYPE_CHECKING:
+    from toolkit.models.load import ModelSource
 
 TOO_LARGE = ["batch.global_batch_size=65536", "batch.micro_batch_size=65536"]
 
@@ -68,6 +73,17 @@ def test_a_run_prints_its_plan_and_keeps_it_beside_what_came(
     assert measured["energy_kwh"] == 0
     for shown in (printed, report, (folder / "runs" / "small" / "final" / "README.md").read_text(encoding="utf-8")):
         assert re.search(r"energy.*\b0 Wh", shown, re.DOTALL)
+
+
+def test_a_run_is_planned_with_the_devices_of_the_folder_that_was_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "recipes").rename(folder / "mine")
+    (folder / "mine" / "_hardware.yaml").write_text("devices: {ours: {like: h100, reported: [Our GPU]}}\n")
+    memory = find("h100").device.memory
+    monkeypatch.setattr("toolkit.planner.hardware.detect.visible_gpus", lambda: [Gpu("Our GPU", memory)])
+    guard = plan_run(load_checked("small", [], "mine"), World(), cast("ModelSource", None))
+    assert guard.hardware.device.name == "ours"
 
 
 def test_modules_that_the_model_lacks_are_refused_before_weights_load(

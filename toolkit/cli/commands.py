@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -122,7 +123,7 @@ def init(options: argparse.Namespace) -> None:
     shutil.copyfile(Path(__file__).with_name("first_recipe.yaml"), recipe)
     if not schema.exists():
         schema.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
-    named = f" --recipes {options.recipes}" if options.recipes else ""
+    named = f" --recipes {shlex.quote(options.recipes)}" if options.recipes else ""
     print(f"wrote {recipe}, and {schema} for your editor")
     print(f"check it:  toolkit validate recipe=mine{named}")
     print(f"train it:  toolkit launch recipe=mine{named}")

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.cli import launch
 from toolkit.cli.restarts import Group
 from toolkit.common import UserError
-from toolkit.recipe import Loaded, Recipe
+from toolkit.recipe import Loaded
 
 _POLL_SECONDS = 0.2
 _LOOK_SECONDS = 2.0
@@ -52,14 +52,14 @@ class Share:
     gpus: int | None
     variables: Mapping[str, str]
 
-    def cluster(self, recipe: Recipe) -> launch.Cluster:
+    def cluster(self, loaded: Loaded) -> launch.Cluster:
         """The machine as this training sees it.
 
         Raises:
             UserError: If the recipe cannot be trained on it.
         """
-        found = launch.cluster(recipe, self.gpus, 1, None, None, None, False)
-        launch.check(recipe, found)
+        found = launch.cluster(loaded.recipe, self.gpus, 1, None, None, None, False)
+        launch.check(loaded.recipe, found, loaded.folder)
         return found
 
 
@@ -133,7 +133,7 @@ def train(
 
 
 def _start(group: Group, trial: Trial, share: Share, apart: bool) -> subprocess.Popen[bytes]:
-    cluster = share.cluster(trial.loaded.recipe)
+    cluster = share.cluster(trial.loaded)
     line, variables = launch.line(cluster, None, trial.arguments), {**launch.variables(cluster), **share.variables}
     if not apart:
         return group.start(line, variables, 0)

@@ -82,7 +82,7 @@ def cluster(
     return Cluster(gpus, nodes, head, port, elsewhere=slurm or unlike)
 
 
-def check(recipe: Recipe, cluster: Cluster, folder: str | None = None) -> None:
+def check(recipe: Recipe, cluster: Cluster, folder: str | Path | None = None) -> None:
     """Refuses what cannot work before anything is started, and says which processes will divide what.
 
     Args:

@@ -148,11 +148,13 @@ def _with_gpus_left(
 ) -> tuple[Cluster, str]:
     """The machine with as many of the GPUs that still answer as can go on, and what to say of it."""
     left = answering(gpus)
-    if not gpus or cluster.nodes > 1 or len(left) >= cluster.gpus:
+    if not gpus or cluster.nodes > 1:
         return cluster, ""
     if len(left) < len(gpus):
         # The driver numbers them as they are plugged in.
         os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(left), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if len(left) >= cluster.gpus:
+        return cluster, ""
     what, change = f"{len(left)} of {cluster.gpus} GPUs still answer", "look at the driver's log (dmesg)"
     for number in range(1, len(left) + 1)[::-1]:
         smaller = dataclasses.replace(cluster, gpus=number)

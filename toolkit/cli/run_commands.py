@@ -155,7 +155,7 @@ def transfer(options: argparse.Namespace) -> None:
     from toolkit.recipe.rules import load_checked
 
     folders = [Path(each) for each in options.sweeps]
-    print(printable(transfer(folders, load_checked(options.target, [], options.recipes))))
+    print(printable(transfer(folders, load_checked(options.target, [], options.recipes), options.recipes)))
 
 
 class Push(Keys):

@@ -6,6 +6,7 @@ Optuna's study is made anew from both whenever a question is asked of it, so a s
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shlex
@@ -78,7 +79,8 @@ class Search:
         self._known: dict[int, optuna.trial.FrozenTrial] = {}
         self._space = {key: _distribution(text) for key, text in self._asked.items()}
         # Any values do to see where the runs will be, and by what they are judged.
-        first = self._trial(0, {key: _text(space.to_external_repr(_some(space))) for key, space in self._space.items()})
+        some = {key: _text(space, space.to_external_repr(_some(space))) for key, space in self._space.items()}
+        first = self._trial(0, some)
         recipe, self._folder = first.loaded.recipe, first.folder.parent
         self._metric, self._seed = recipe.checkpoint.keep_best or "eval_loss", recipe.seed
         if not (recipe.data.eval_split or recipe.data.eval_sources):
@@ -119,8 +121,7 @@ class Search:
             self._state.tried.append(tried := Tried(values=values))
             try:
                 chosen = self._trial(at, values)
-                if not at:
-                    places[0].cluster(chosen.loaded.recipe)
+                places[0].cluster(chosen.loaded)
             except UserError as error:
                 if not at:
                     raise
@@ -136,7 +137,7 @@ class Search:
         before = [tried.values for tried in self._state.tried]
         for turn in range(_ASKS):
             asked = self._study(turn).ask(self._space)
-            values = {key: _text(asked.params[key]) for key in self._space}
+            values = {key: _text(space, asked.params[key]) for key, space in self._space.items()}
             if values not in before:
                 return values
         return None
@@ -293,13 +294,16 @@ def _some(space: Any) -> Any:
     return 0 if hasattr(space, "choices") else space.low
 
 
-def _text(value: Any) -> str:
-    """A value as it is written on the command line."""
-    return f"{value:.{_DIGITS}g}" if isinstance(value, float) else str(value)
+def _text(space: Any, value: Any) -> str:
+    """A value as it is written on the command line, of as many digits as keep it in the interval."""
+    if not isinstance(value, float):
+        return str(value)
+    texts = (f"{value:.{digits}g}" for digits in itertools.count(_DIGITS))
+    return next(text for text in texts if space.low <= float(text) <= space.high)
 
 
 def _typed(space: Any, text: str) -> Any:
-    """A value as Optuna knows it; rounding may have put it past an end."""
+    """A value as Optuna knows it; one that was written before may be rounded past an end."""
     if hasattr(space, "choices"):
         return text
     value = type(space.low)(text)

@@ -137,7 +137,7 @@ def run(found: Sequence[Trial], places: list[Share], say: Callable[[str], None])
     what = {each.folder: f"run {at} of {len(found)}, {each.folder.name}" for at, each in enumerate(found, start=1)}
     left = [each for each in found if each.folder not in done]
     for each in left:
-        places[0].cluster(each.loaded.recipe)
+        places[0].cluster(each.loaded)
     for folder in done:
         say(f"{what[folder]}: finished before")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ _NOTED = ("batch.global_batch_size", "batch.seq_len", "schedule.max_steps", "sch
 """What moves the best learning rate by less, and is said."""
 
 
-def transfer(sweeps: Sequence[Path], target: Loaded) -> str:
+def transfer(sweeps: Sequence[Path], target: Loaded, recipes: str | None = None) -> str:
     """What a larger model's recipe could have as its learning rate.
 
     Args:
         sweeps: Folders of `toolkit sweep`, each of a model of its own width.
         target: The recipe of the model that is to be trained.
+        recipes: The user's recipes folder.
 
     Raises:
         UserError: If a sweep says nothing of the learning rate, or not of this kind of training.
@@ -34,11 +36,11 @@ def transfer(sweeps: Sequence[Path], target: Loaded) -> str:
     width, lines, found = _width(target.recipe, target.name), list[str](), list[tuple[int, Estimate]]()
     noted = dict[str, None]()
     for folder in sweeps:
-        recipes, points = _points(folder)
-        recipe = recipes[0]
+        swept, points = _points(folder)
+        recipe = swept[0]
         # Of every run: their losses are compared with each other.
         differ = dict.fromkeys(
-            text for each in recipes for key in _SAME if (text := _difference(each, target.recipe, key))
+            text for each in swept for key in _SAME if (text := _difference(each, target.recipe, key))
         )
         if differ:
             raise UserError(
@@ -60,7 +62,8 @@ def transfer(sweeps: Sequence[Path], target: Loaded) -> str:
             "Name a sweep of a model of another width as well to measure it."
         )
     lines += [f"not the same: {text}" for text in noted]
-    lines.append(f"to train with it: toolkit launch recipe={target.name} learning_rate={offered.ends[1]:.2g}")
+    words = ["toolkit", "launch", f"recipe={target.name}", f"learning_rate={offered.ends[1]:.2g}"]
+    lines.append(f"to train with it: {shlex.join([*words, *(['--recipes', recipes] if recipes else [])])}")
     return "\n".join(lines)
 
 

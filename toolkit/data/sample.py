@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -248,7 +249,9 @@ def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter:
     quantiles = np.interp(np.linspace(0, 1, 1001), np.cumsum(used[order]) / used.sum(), longest[order])
     rows, documents = used.sum(), count * used.sum()
     if data.packing:
-        rows, quantiles = used @ lengths / (_PACKED * seq_len), np.linspace(2 * _PACKED - 1, 1, 1001) * seq_len
+        # Few are rounded, but hold no more than they can.
+        full = used @ lengths / seq_len
+        rows, quantiles = max(round(full / _PACKED), math.ceil(full)), np.linspace(2 * _PACKED - 1, 1, 1001) * seq_len
     return DataStatistics(
         rows=max(1, round(rows)),
         tokens=round(used @ lengths),

@@ -54,6 +54,8 @@ class Loaded:
     """Dotted key to the text of its value, as it was written."""
     warnings: tuple[Problem, ...] = ()
     """What can be trained and is probably not meant."""
+    folder: str | Path | None = None
+    """The user's recipes folder, as it was named; None for the usual one."""
 
     @property
     def run_folder(self) -> Path:
@@ -108,6 +110,7 @@ def load(name: str, overrides: Sequence[str] = (), folder: str | Path | None = N
         composed.values,
         texts=composed.texts,
         warnings=tuple(composed.warnings),
+        folder=folder,
     )
 
 

@@ -217,12 +217,12 @@ def _different(values: Sequence[Mapping[str, Any]], form: Callable[[Any], str] =
 
 
 def _recipe_values(record: Record) -> dict[str, Any]:
-    """Values of the resolved recipe by dotted key, none of which has others within."""
+    """Values of the resolved recipe by dotted key, none of which has others within; an empty list has none at all."""
     content = read(record.folder / "recipe.yaml").values if record.recipe else {}
     return {
         key: value
         for key, value in parts(content)
-        if not (isinstance(value, dict | list) and value) and not key.startswith(_OF_THE_RUN)
+        if not isinstance(value, dict | list) and not key.startswith(_OF_THE_RUN)
     }
 
 

@@ -10,6 +10,7 @@ short runs least, so an exponent is another one between the widths that were swe
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,17 +72,21 @@ def best_rate(points: Sequence[Point], seed: int = 0) -> Estimate:
     Raises:
         UserError: If the least is not between the rates, or nothing like a least is to be seen.
     """
-    rates = sorted({point.rate for point in points})
+    alike = _comparable(points)
+    rates = sorted({point.rate for point in alike})
     if len(rates) < 3:
-        raise UserError(f"{len(rates)} learning rates were tried", "sweep three or more, each twice the one before")
-    best = int(np.argmin(_levels(points, rates)))
+        with_all_else = " with all else the same" if len(alike) < len(points) else ""
+        raise UserError(
+            f"{len(rates)} learning rates were tried{with_all_else}", "sweep three or more, each twice the one before"
+        )
+    best = int(np.argmin(_levels(alike, rates)))
     if best in (0, len(rates) - 1):
         raise UserError(
             f"the {'lowest' if best == 0 else 'highest'} learning rate that was tried, {rates[best]:g}, is the best",
             f"sweep {'lower' if best == 0 else 'higher'} ones too",
         )
     near = rates[max(0, best - _NEIGHBOURS) : best + _NEIGHBOURS + 1]
-    used = [point for point in points if point.rate in near]
+    used = [point for point in points if near[0] <= point.rate <= near[-1]]
     groups = sorted({point.group for point in used})
     center = math.log(rates[best])
     x = np.array([math.log(point.rate) - center for point in used])
@@ -106,6 +111,16 @@ def best_rate(points: Sequence[Point], seed: int = 0) -> Estimate:
     ends = math.log(near[0]) - center, math.log(near[-1]) - center
     least = np.where(bends > 0, -slopes / (2 * np.where(bends > 0, bends, 1.0)), np.sign(-slopes) * math.inf)
     return Estimate(center + np.clip(least, *ends))
+
+
+def _comparable(points: Sequence[Point]) -> list[Point]:
+    """The most runs whose rates can be compared: each has the rate or all else in common with another of them. Where
+    all runs differ in both, as those of a search may, nothing says which of the two makes a loss."""
+    parts = list[list[Point]]()
+    for point in points:
+        joined = [part for part in parts if any(point.rate == each.rate or point.group == each.group for each in part)]
+        parts = [*(part for part in parts if part not in joined), [*itertools.chain(*joined), point]]
+    return max(parts, key=len, default=[])
 
 
 def _levels(points: Sequence[Point], rates: Sequence[float]) -> np.ndarray:

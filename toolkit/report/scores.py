@@ -21,7 +21,7 @@ OF_MODELS = {"eval_macro_f1": "F1, mean of classes", "eval_entity_f1": "F1 of en
 
 def of_tokens(row: Mapping[str, Any]) -> bool:
     """Whether the loss of an evaluation is one of tokens, and has a perplexity."""
-    return not row.keys() & {"eval_accuracy", "eval_kl", *OF_VECTORS}
+    return not row.keys() & {"eval_accuracy", "eval_kl", "eval_reward", *OF_VECTORS}
 
 
 def vector_text(row: Mapping[str, Any]) -> str:

@@ -101,7 +101,7 @@ class PlanGuard:
 
 def plan_run(loaded: Loaded, world: World, source: ModelSource, statistics: DataStatistics | None = None) -> PlanGuard:
     """A run on the processes that were launched. Must come before TrainingArguments, which prepare engines."""
-    return PlanGuard(loaded, source, once_measured(launched_on(world)), statistics)
+    return PlanGuard(loaded, source, once_measured(launched_on(world, loaded.folder)), statistics)
 
 
 def nvme_bytes(loaded: Loaded, world: World, source: ModelSource) -> int:
