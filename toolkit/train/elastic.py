@@ -275,7 +275,7 @@ def _into_zero(trainer: Any, zero: Any, flats: list[_Flat], saved: SavedState, c
     optimizer["state"] = state
     optimizer["param_groups"] = _with_settings(optimizer["param_groups"], saved, chosen)
     if saved.loss_scale and own.get("dynamic_loss_scale"):
-        own["loss_scaler"].cur_scale = saved.loss_scale
+        vars(own["loss_scaler"]).update(saved.overflows, cur_scale=saved.loss_scale)
     rank = torch.distributed.get_rank(zero.dp_process_group)
     zero.load_state_dict({rank: own}, load_optimizer_states=True, load_from_fp32_weights=True)
     if stage3:
