@@ -327,6 +327,18 @@ def test_another_learning_rate_is_said_to_be_without_effect(ranks: Ranks, home: 
     assert "optimizer.learning_rate=1e-05 has no effect: checkpoint-3 goes on with" in said
 
 
+@pytest.mark.parametrize(("before", "after"), [("ddp", "ddp"), ("ddp", "zero2"), ("zero2", "zero2")])
+def test_a_finished_run_that_is_named_goes_on_by_the_longer_schedule(
+    ranks: Ranks, home: Path, before: str, after: str
+) -> None:
+    finished = run(ranks, home, f"{before}-finished", before, *SETTINGS["lora"])
+    longer = [*SETTINGS["lora"], "schedule.max_steps=9", f"checkpoint.resume={finished}/checkpoints/checkpoint-6"]
+    rates = [row["learning_rate"] for row in metrics(run(ranks, home, f"{before}-{after}-longer", after, *longer))
+             if "loss" in row]  # fmt: skip
+    # 7 of 9 steps are after the warm-up.
+    assert rates == pytest.approx([1e-3 * left / 7 for left in (3, 2, 1)])
+
+
 @pytest.mark.parametrize(
     ("before", "after", "processes"),
     [

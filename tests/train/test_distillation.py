@@ -352,6 +352,7 @@ def test_a_run_on_its_own_answers_says_so_and_goes_on_as_if_it_had_not_stopped()
     trained("own", *settings, "data.eval_split=0.3", "evaluation.every_steps=2")
     assert losses(run) == wanted
     assert [row["tokens"] for row in metrics(run) if "loss" in row] == tokens
+    assert [json.loads(line) for line in (run / "answers.jsonl").read_text(encoding="utf-8").splitlines()] == lines
 
 
 def test_a_teacher_with_other_tokens_is_refused_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:

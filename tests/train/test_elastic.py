@@ -105,6 +105,18 @@ ALIKE = {"ddp@2": "single@1", "fsdp@4": "fsdp@2", "zero1@2": "zero2@2"}
 """Cells that read each other's checkpoints as they are, see `test_checkpoint.py`."""
 
 
+def test_a_loss_scale_that_is_still_sought_goes_on_falling(ranks: Ranks, home: Path) -> None:
+    """DeepSpeed lets the first gradients that overflow pass before it lowers the scale, once in a run."""
+    difference = continued(
+        ranks, home, "zero2@2", "zero3@2", "precision=fp16", "extra.deepspeed.fp16.initial_scale_power=21"
+    )
+    straight, other = (home / "runs" / f"zero2-2-fp16-21{name}" for name in ("", "-zero3-2"))
+    rates = [[row["learning_rate"] for row in metrics(each) if "loss" in row] for each in (straight, other)]
+    # Steps that are skipped are none of the schedule's.
+    assert rates[0] == rates[1] and rates[0].count(0.0) == 5 and rates[0][-1] > 0
+    assert difference.loss < 1e-3
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("before", CELLS)
 def test_every_strategy_continues_what_every_other_saved(

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import losses
+from harness import losses, metrics
+from ranks import ON_CPU, Ranks
 from small import FP8, INT4, INT8, LORA, NF4, SEQ2SEQ, loss_and_gradients, place_with, set_up
 from tiny import tiny_gguf, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -421,6 +422,30 @@ def test_every_schedule_warms_up_and_goes_on(name: str) -> None:
         assert rates[0] < rates[1] <= max(rates)
     if not name.startswith("constant"):
         assert rates[-1] < max(rates)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ["schedule.name=polynomial", "schedule.args={power: 2.0, lr_end: 1.0e-4}"],
+        ["schedule.name=cosine_with_min_lr", "schedule.args={min_lr: 1.0e-3}", *LORA, "method.loraplus_lr_ratio=4"],
+        ["schedule.name=cosine_warmup_with_min_lr", "schedule.args={min_lr: 1.0e-3}"],
+    ],
+    ids=["polynomial", "cosine_with_min_lr", "cosine_warmup_with_min_lr"],
+)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_schedule_with_a_last_rate_moves_under_zero_as_on_one_process(
+    place: Path, ranks: Ranks, strategy: str, schedule: list[str]
+) -> None:
+    rates = []
+    for name in ("single", strategy):
+        overrides = [*schedule, "schedule.warmup_steps=1", "max_steps=4", f"strategy.name={name}"]
+        done = ranks.run(place, "recipe=small", *overrides, "checkpoint.resume=never", "output.name=last_rate",
+                         entry=ON_CPU)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        newest = max((place / "runs").glob("last_rate*"), key=lambda each: each.stat().st_mtime_ns)
+        rates.append([row["learning_rate"] for row in metrics(newest)])
+    assert rates[0] == pytest.approx(rates[1]) and max(rates[0]) > rates[0][-1] > 0
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "blenderbot", "moe", "gemma"])

@@ -293,7 +293,8 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(times: int) -> None:
     ]
     folder = run(f"straight-{times}", *saving)
     wanted, manifest = losses(folder), json.loads((folder / "manifest.json").read_text())
-    tokens = [row["tokens"] for row in metrics(folder) if "loss" in row]
+    steps = [row for row in metrics(folder) if "loss" in row]
+    answers = (folder / "answers.jsonl").read_text(encoding="utf-8")
     (folder / "manifest.json").write_text(json.dumps(manifest | {"status": "interrupted", "final": None}))
     shutil.rmtree(folder / "final")
     for step in (2, 3):
@@ -302,7 +303,11 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(times: int) -> None:
     assert kept.is_file() == (times == 2)
     run(f"straight-{times}", *saving)
     assert losses(folder) == wanted
-    assert [row["tokens"] for row in metrics(folder) if "loss" in row] == tokens
+    said = ("tokens", "reward", "reward_std", "no_spread", "answer_tokens", "cut", "clipped")
+    for row, before in zip((row for row in metrics(folder) if "loss" in row), steps, strict=True):
+        assert [row[name] for name in said] == [before[name] for name in said]
+    # One of each step, also of those that were taken twice.
+    assert (folder / "answers.jsonl").read_text(encoding="utf-8") == answers
 
 
 def test_steps_on_the_same_answers_are_clipped_and_take_no_new_ones() -> None:

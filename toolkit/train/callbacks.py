@@ -29,6 +29,7 @@ from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
 from toolkit.train.process import peak_host_bytes
+from toolkit.train.rollouts import drop_answers
 from toolkit.train.row_losses import RowLosses
 from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
@@ -94,6 +95,7 @@ class Meter(TrainerCallback):
         self._step = state.global_step
         known = sum(row["step"] == state.global_step and "eval_loss" in row for row in state.log_history)
         earlier, self.last = _keep_until(self._file, state.global_step, known)
+        drop_answers(self._file.parent, state.global_step)
         self._started = time.monotonic() - earlier.get("seconds", 0.0)
         self.energy = energy_meter(self._world, torch.cuda.is_available(), earlier.get("energy_kwh", 0.0))
         if self._counts_itself:

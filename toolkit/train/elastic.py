@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer_pt_utils import safe_globals
 
 from toolkit.common import UserError
@@ -55,6 +56,8 @@ class Continues:
         prepared = super()._prepare_for_training(max_steps, loader, own)  # type: ignore[misc]
         if self.converts and resume_from:
             restore(self, Path(resume_from))
+        if resume_from:
+            follow(self.lr_scheduler)  # type: ignore[attr-defined]
         return prepared
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,6 +118,15 @@ def restore(trainer: Any, checkpoint: Path) -> None:
     per_group = {key: [value[number] for number in chosen] for key, value in schedule.items()
                  if isinstance(value, list) and len(value) == len(saved)}  # fmt: skip
     trainer.lr_scheduler.load_state_dict(schedule | per_group)
+
+
+def follow(schedule: Any) -> None:
+    """Has the next step take the rate that the recipe's schedule says of it. What was saved is that of the schedule
+    which the checkpoint was trained by: where that one ended there, often zero."""
+    if isinstance(schedule, LambdaLR):  # Not what stands in for it where there is an optimizer for each parameter.
+        schedule.last_epoch -= 1
+        schedule.step()
+        schedule._step_count -= 1
 
 
 def restore_random_numbers(checkpoint: Path, rank: int, processes: int) -> bool:
@@ -263,7 +275,7 @@ def _into_zero(trainer: Any, zero: Any, flats: list[_Flat], saved: SavedState, c
     optimizer["state"] = state
     optimizer["param_groups"] = _with_settings(optimizer["param_groups"], saved, chosen)
     if saved.loss_scale and own.get("dynamic_loss_scale"):
-        own["loss_scaler"].cur_scale = saved.loss_scale
+        vars(own["loss_scaler"]).update(saved.overflows, cur_scale=saved.loss_scale)
     rank = torch.distributed.get_rank(zero.dp_process_group)
     zero.load_state_dict({rank: own}, load_optimizer_states=True, load_from_fp32_weights=True)
     if stage3:

@@ -80,10 +80,9 @@ class PolicyTrainer(AnswerTrainer):
             return batches, count
         step, times = self.state.global_step, self.settings.num_iterations
         rows = [batch["rows"].tolist() for batch in batches]
-        if step % times == 0:
-            self._kept = self._rollouts(rows, step)
-        elif not self._kept:
-            self._kept = self._read(rows)
+        fresh = step % times == 0 or not self._kept
+        if fresh:
+            self._kept = self._rollouts(rows, step) if step % times == 0 else self._read(rows)
         every = [each for batch in self._kept for each in batch]
         tokens = self._sum([sum(len(ids) for each in every for ids in each.answers)])[0]
         self._tokens = int(tokens)
@@ -94,7 +93,7 @@ class PolicyTrainer(AnswerTrainer):
         self.row_at_once = True  # With an answer beside it.
         asked = self._sum([sum(len(each.asked) * len(each.answers) for each in every)])[0]
         self._computed += self._tokens + int(asked)
-        if step % times == 0:
+        if fresh:
             self._note(every)
         return [self._laid_out(batch) for batch in self._kept], sent(count, self.args.device)
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 from toolkit.data.rewards import Answer, Scorer
+from toolkit.files import write_atomically
 from toolkit.recipe import Recipe
 from toolkit.train.evaluate import evaluating, generate
 from toolkit.train.watchdog import beat
@@ -83,6 +84,14 @@ def keep_answers(folder: Path | None, step: int, answers: list[dict[str, Any]]) 
         # For want of room no training ends; what it needs is written elsewhere.
         with contextlib.suppress(OSError), (folder / ANSWERS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "answers": answers}, ensure_ascii=False) + "\n")
+
+
+def drop_answers(folder: Path, step: int) -> None:
+    """Drops those of steps after one, which will be taken again, and a line that a kill cut off."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        *lines, _ = (folder / ANSWERS).read_bytes().split(b"\n")
+        kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
+        write_atomically(folder / ANSWERS, b"".join(kept))
 
 
 class Drawn(LogitsProcessor):

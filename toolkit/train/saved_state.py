@@ -31,6 +31,7 @@ PARTS = "parts.json"
 """File of a checkpoint of ZeRO's that says how layers were divided, see `divided.divisions`."""
 MASTER = "master"
 """The kind of state that is the parameter itself, in the precision in which it is updated."""
+_OVERFLOWS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
 _Range = tuple[int, int, Callable[[], Any]]
 _Ranges = dict[str, dict[str, list[_Range]]]
 
@@ -55,6 +56,8 @@ class SavedState:
         self._groups: list[tuple[set[str], dict[str, Any]]] = []
         self.loss_scale: float | None = None
         """Of fp16; None in other precisions."""
+        self.overflows: dict[str, int] = {}
+        """What DeepSpeed counts besides, by which it says when that scale falls or rises; empty of other engines."""
         files = sorted(checkpoint.glob("*/*_optim_states.pt"), key=_ranks)
         if files:
             self._add_zero(files)
@@ -169,7 +172,9 @@ class SavedState:
             if rank == 0:
                 settings = optimizer["param_groups"]
                 if saved.get("dynamic_loss_scale"):
-                    self.loss_scale = float(saved["loss_scaler"].cur_scale)
+                    scaler = saved["loss_scaler"]
+                    self.loss_scale = float(scaler.cur_scale)
+                    self.overflows = {name: getattr(scaler, name) for name in _OVERFLOWS}
         self._groups = [(set().union(*(numbered[number] for number in each["params"])), each) for each in settings]
         return ranges
 

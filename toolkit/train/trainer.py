@@ -47,6 +47,7 @@ from toolkit.train.gathering import (
 )
 from toolkit.train.gradients import Clipping
 from toolkit.train.late_rows import LateRows
+from toolkit.train.optimizer import inner_optimizer
 from toolkit.train.pipelined import Pipelined
 from toolkit.train.stage_files import naming_adapters
 from toolkit.train.staging import Saves
@@ -177,6 +178,12 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
                 with contextlib.suppress(Exception):
                     self.tell_late()
                 raise
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedules that end at a rate of their own ask the optimizer for its peak, which DeepSpeed's do not say."""
+        if self.is_deepspeed_enabled:
+            self.optimizer.optimizer.defaults = inner_optimizer(self.optimizer).defaults
+        return super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         beat(f"in step {self.state.global_step + 1}")
