@@ -19,10 +19,10 @@ place = place_with("llama")
 ENDLESS = ["recipe=small", "max_steps=4000", "batch.micro_batch_size=1"]
 
 HANGS = """
-import ctypes, os, time
+import ctypes, os, threading, time
 import cpu_engines
 from toolkit.data import collate
-from toolkit.train import trainer
+from toolkit.train import train, trainer, watchdog
 
 def long():
     print("now", flush=True)
@@ -33,6 +33,18 @@ def long():
 def main(arguments):
     what, (rank, seconds) = os.environ["HANGS"], os.environ["WHO"].split()
     mine = os.environ.get("RANK", "0") == rank
+    if os.environ.get("LINGERS"):
+        # Between both the hanging process ends, and the main thread's connection to it breaks.
+        note, failed, noted_too = watchdog.Watchdog._note, train._failed, threading.Event()
+        def noting(self, *args):
+            note(self, *args)
+            if not mine:
+                noted_too.wait(4)
+        def failing(*args):
+            failed(*args)
+            noted_too.set()
+            time.sleep(60)
+        watchdog.Watchdog._note, train._failed = noting, failing
     if what == "collective":
         loss = trainer._ExactMixin.compute_loss
         def compute_loss(self, *args, **kwargs):
@@ -96,6 +108,15 @@ def test_hanging_process_ends_the_run_and_is_named(
     check(done, run, 1, says, 2)
     assert "time.sleep(600)" in (run / "stacks" / "rank-1.txt").read_text()
     assert "backward" in (other := (run / "stacks" / "rank-0.txt").read_text()) or "distributed" in other
+
+
+def test_what_ended_a_run_is_not_hidden_by_the_connection_that_breaks_then(
+    place: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    (place / "hangs.py").write_text(HANGS)
+    own = [*ENDLESS, *HANG, "strategy=ddp", f"output.dir={tmp_path}"]
+    done = ranks.run(place, *own, processes=2, entry="hangs", HANGS="data", WHO="1 0", LINGERS="1")
+    check(done, tmp_path / "small", 1, "rank 1 is waiting for the data of step ", 2)
 
 
 def test_one_process_that_hangs_ends_too(place: Path, tmp_path: Path, ranks: Ranks) -> None:

@@ -160,7 +160,7 @@ def _train(
             # What is written is worth waiting for; not to somebody who stops at once.
             with contextlib.suppress(Exception):
                 session.trainer.saves.close()
-        if world.rank == 0:
+        if world.rank == 0 and not watchdog.ends:
             _failed(folder, error)
         if source and ran_out(error):
             # What the calls that ended held is not needed any more, and planning takes memory too.

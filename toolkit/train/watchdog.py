@@ -63,7 +63,11 @@ def beat(doing: str, together: bool = True) -> None:
 
 
 class Watchdog:
-    """A thread that looks after this process and the others. See `watching`."""
+    """A thread that looks after this process and the others. See `watching`.
+
+    Attributes:
+        ends: Whether it is ending this process, and has noted why. The main thread then has errors that follow from it.
+    """
 
     def __init__(self, rendezvous: Rendezvous, recipe: Recipe, folder: RunFolder) -> None:
         self._folder, self._world = folder, rendezvous.world
@@ -74,7 +78,7 @@ class Watchdog:
         self._stacks = folder.path.resolve() / "stacks" / f"rank-{self._world.rank}.txt"
         self._sentry: Sentry | None = None
         self._ended = threading.Event()
-        self._started = False
+        self._started = self.ends = False
         self._beats = self._together = self._looks = self._unanswered = 0
         self._doing = "setting up"
         # When it first looked for so long that nothing moved, and the states of all then.
@@ -226,7 +230,7 @@ class Watchdog:
 
     def _exit(self, reason: PeerError) -> None:
         """Ends a process whose main thread hangs where nothing can interrupt it."""
-        where = stacks()
+        where, self.ends = stacks(), True
         with contextlib.suppress(TimeoutError):
             # It may be the disk that hangs.
             in_background(lambda: self._note(reason, where)).result(_GRACE_SECONDS)
