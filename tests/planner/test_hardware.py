@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pynvml
@@ -20,7 +21,7 @@ from harness import leave_unmeasured
 from toolkit.common import UserError
 from toolkit.distributed.layout import World
 from toolkit.planner.hardware import Hardware, between, driver_version, find, once_measured, this_machine, visible_gpus
-from toolkit.planner.hardware.calibration import LAYERS_VERSION, Calibration, path_of
+from toolkit.planner.hardware.calibration import LAYERS_VERSION, Calibration, busy, path_of
 from toolkit.planner.hardware.catalogue import shipped
 from toolkit.planner.hardware.detect import amd, cpu, detect, ram
 from toolkit.recipe import RecipeError, list_recipes
@@ -568,6 +569,35 @@ def test_a_cpu_is_measured_once_when_it_is_planned_for_and_a_gpu_never(
     once_measured(find("cpux2"))
     once_measured(find("cpu"))
     assert len(asked) == 3
+
+
+class Times(NamedTuple):
+    user: float
+    guest: float
+    idle: float
+    steal: float
+
+
+@pytest.mark.parametrize(("all_of_them", "own", "expected"), [(1.2, 0, True), (1.9, 1, True), (1, 0.9, False)])
+def test_only_other_programs_keep_a_machine_busy(
+    all_of_them: float, own: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two processors all programs together keep so many, and this process its own."""
+    clock = {"now": 100.0}
+
+    def sleep(seconds: float) -> None:
+        clock["now"] += seconds
+
+    def times() -> Times:
+        now = clock["now"]
+        return Times(user=all_of_them * now, guest=0.0, idle=(2 - all_of_them) * now, steal=now)
+
+    monkeypatch.setattr(psutil, "cpu_times", times)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(time, "process_time", lambda: own * clock["now"])
+    assert busy() == expected
 
 
 def test_a_broken_file_of_figures_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

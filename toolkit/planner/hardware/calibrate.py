@@ -30,7 +30,16 @@ from toolkit.common import UserError, first_line
 from toolkit.files import write_atomically
 from toolkit.models import device
 from toolkit.planner.hardware import layer
-from toolkit.planner.hardware.calibration import LAYERS_VERSION, Calibration, busy, describe, known, path_of
+from toolkit.planner.hardware.calibration import (
+    LAYERS_VERSION,
+    Calibration,
+    busy,
+    describe,
+    known,
+    path_of,
+    used,
+    was_busy,
+)
 from toolkit.planner.hardware.detect import detect
 from toolkit.planner.hardware.specs import Figure
 
@@ -90,8 +99,11 @@ def calibrate(seconds: float = 60.0) -> Path:
         kept = {key: before[key] for key in ("link", "network", "processes") if key in before}
         # A launcher may have left one thread to this process; a CPU is measured as a whole.
         with layer.threads(hardware.node.cores):
-            loaded = not on_gpu and busy()
-            measured = {"processes": 1, "busy": loaded} | kept | _Bench(on_gpu, seconds, loaded).measure()
+            loaded, before_it = not on_gpu and busy(), used()
+            figures = _Bench(on_gpu, seconds, loaded).measure()
+            # They may have begun in the middle of it.
+            loaded = loaded or (not on_gpu and was_busy(before_it))
+            measured = {"processes": 1, "busy": loaded} | kept | figures
         if loaded:
             _log.warning("other programs run on this machine: measure again once they have ended")
     versions = {"toolkit": toolkit.__version__, "torch": torch.__version__}

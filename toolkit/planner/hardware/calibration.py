@@ -109,9 +109,27 @@ def path_of(device: Device) -> Path:
 
 def busy() -> bool:
     """Whether other programs keep processors of this machine now; its load would count what has just ended."""
+    before = used()
+    time.sleep(_LOOK)
+    return was_busy(before)
+
+
+def used() -> tuple[float, float, float]:
+    """Seconds of processors that all programs of this machine and this process have used so far, and the time."""
     import psutil
 
-    return psutil.cpu_percent(_LOOK) > 100 * _OTHERS
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
+    return sum(times) - getattr(times, "guest", 0.0) - idle, time.process_time(), time.perf_counter()
+
+
+def was_busy(before: tuple[float, float, float]) -> bool:
+    """Whether other programs have kept processors since `used` was asked. What this process has done itself, such as
+    importing beside a plan, does not count."""
+    import psutil
+
+    every, own, seconds = (now - then for now, then in zip(used(), before, strict=True))
+    return every - own > _OTHERS * seconds * (psutil.cpu_count() or 1)
 
 
 def load(path: Path) -> Calibration:
