@@ -94,6 +94,10 @@ def test_what_a_command_line_asks_for(
     assert [" ".join(row) for row in questions(arguments, compare, sweeps)] == asked
 
 
+def test_a_value_of_a_recipe_beside_others_may_have_spaces() -> None:
+    assert questions([], ["a  x=[1, 2] y='b c'"], None) == [["recipe=a", "x=[1, 2]", "y='b c'"]]
+
+
 def test_a_plan_says_what_its_json_says(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(*SMALL, "--price", "2.5", capsys=capsys)
     plan = Plan.model_validate_json(planned(*SMALL, "--price", "2.5", "--json", capsys=capsys))

@@ -314,7 +314,7 @@ def test_the_reason_says_what_recomputing_costs_and_why_it_must_be(only_shipped_
     assert re.match(
         r"full: 1?\d% slower than recomputing nothing, which might not fit "
         r"\(up to 4[4-9]\.\d of 44\.4 GiB of device memory\); "
-        r"recomputing every second layer would take 1\.\d\d times as long",
+        r"recomputing every 2nd layer would take 1\.\d\d times as long",
         made.chosen["activation_checkpointing.mode"],
     )
     assert made.chosen["activation_checkpointing.every_n_layers"] == "4: recomputing every 4th layer"

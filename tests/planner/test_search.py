@@ -24,6 +24,7 @@ from toolkit.planner.search import (
     explore,
     fastest,
     fitting,
+    layers_recomputed,
     least,
 )
 
@@ -261,3 +262,8 @@ def test_what_would_have_been_taken_anyway_is_no_change() -> None:
     assert "batch.micro_batch_size" not in taken.changes
     assert other.changes["batch.micro_batch_size"] == 2 and other.changes["strategy.name"] == "zero2"
     assert consider(made, on, Arithmetic(1, without=("full",)), {MODE: "full"}) is None
+
+
+def test_what_is_recomputed_is_said_as_one_says_it() -> None:
+    said = {1: "every layer", 2: "every 2nd layer", 4: "every 4th layer", 12: "every 12th layer", 21: "every 21st layer"}
+    assert {every: layers_recomputed(every) for every in said} == said

@@ -223,6 +223,7 @@ def test_order_of_overrides(
             ["seed", "one value", "1,2", "for each: toolkit sweep … seed=1,2, or toolkit plan … --sweep seed=1,2"],
         ),
         ("prompts=[a", ["evaluation.prompts", "cannot be read", "close every bracket"]),
+        ("new_tokens=[<a>, b]", ["cannot be read", """quote each: 'model.new_tokens=["<a>", "b"]'"""]),
         ("~sed", ["sed", "unknown key", "did you mean `~seed`?"]),
         ("~optimizer.learning_rat", ["unknown key", "did you mean `~optimizer.learning_rate`?"]),
         ("~nothing.like", ["nothing.like", "unknown key"]),

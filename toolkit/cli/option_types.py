@@ -68,14 +68,14 @@ def _number(text: str, below: float, wrong: str) -> float:
 def values_of_key(text: str) -> tuple[str, list[str]]:
     """`KEY=V1,V2,…`: a key and its values. Commas inside brackets and quotes belong to a value."""
     key, equals, rest = (part.strip() for part in text.partition("="))
-    values = list(dict.fromkeys(value.strip() for value in _split(rest)))
+    values = list(dict.fromkeys(value.strip() for value in split_outside(rest, ",")))
     if not key or not equals or not all(values):
         raise argparse.ArgumentTypeError(f"{text} is not KEY=V1,V2,… such as seq_len=2048,4096")
     return key, values
 
 
-def _split(text: str) -> list[str]:
-    """Splits at commas outside brackets and quotes."""
+def split_outside(text: str, separators: str) -> list[str]:
+    """Splits at characters outside brackets and quotes."""
     parts, depth, quote, start = [], 0, "", 0
     for index, character in enumerate(text):
         if quote:
@@ -86,7 +86,7 @@ def _split(text: str) -> list[str]:
             depth += 1
         elif character in ")}]":
             depth -= 1
-        elif character == "," and depth == 0:
+        elif character in separators and depth == 0:
             parts.append(text[start:index])
             start = index + 1
     return [*parts, text[start:]]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit.cli.local_data import local_problems, row_lengths
+from toolkit.cli.option_types import split_outside
 from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_engine
 from toolkit.distributed.launcher import check_launch
@@ -35,7 +37,8 @@ def questions(
     """
     compare = compare or []
     common = [*arguments, *(text for text in compare if _is_change(text))]
-    named = [text.split() for text in compare if text.strip() and not _is_change(text)]
+    texts = [text for text in compare if text.strip() and not _is_change(text)]
+    named = [list(filter(None, split_outside(text, string.whitespace))) for text in texts]
     if compare and not named:
         raise UserError(
             f"--compare names no recipe: {' '.join(compare)}",

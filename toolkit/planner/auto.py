@@ -134,7 +134,7 @@ def _part(each: Candidate, section: str) -> Changes:
 
 
 def _in_words(part: Changes) -> str:
-    """`zero2 with offload_optimizer=cpu`, `recomputing every second layer`."""
+    """`zero2 with offload_optimizer=cpu`, `recomputing every 2nd layer`."""
     if mode := part.get(MODE):
         recomputed = _RECOMPUTED[mode].format(layers_recomputed(part.get(EVERY, 1)))
         return f"{recomputed}, MLPs in {part[TILES]} tiles" if TILES in part else recomputed

@@ -137,8 +137,9 @@ def as_arguments(changes: Changes) -> str:
 
 
 def layers_recomputed(every: int) -> str:
-    """`every layer`, `every second layer`, `every 4th layer`."""
-    return f"every {({1: '', 2: 'second ', 3: 'third '}).get(every, f'{every}th ')}layer"
+    """`every layer`, `every 2nd layer`, `every 21st layer`."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(every % 10 if every // 10 % 10 != 1 else 0, "th")
+    return f"every {every}{ending} layer" if every > 1 else "every layer"
 
 
 def explore(recipe: Recipe, hardware: Hardware, estimate: Estimate, free: Collection[str]) -> list[Candidate]:

@@ -6,6 +6,7 @@ Which keys exist is not asked: pydantic alone decides that.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -223,7 +224,8 @@ def _value(key: str, text: str) -> Any:
     except (HydraException, ValueError, RecursionError) as error:
         if text.lstrip().startswith(("[", "{", "(", "'", '"')):
             why = str(error).splitlines()[0].partition(" expecting")[0]
-            hint = f"close every bracket and quote; text with commas or brackets is written {key}='\"a, [b]\"'"
+            hint = _quoted(key, text)
+            hint = hint or f"close every bracket and quote; text with commas or brackets is written {key}='\"a, [b]\"'"
             raise RecipeError("", [Problem(key, f"cannot be read: {why}", COMMAND_LINE, text, hint=hint)]) from None
         return text
     if parsed.is_sweep_override():
@@ -235,6 +237,17 @@ def _value(key: str, text: str) -> Any:
             "", [Problem(key, f"is nested more than {DEEPEST} levels deep", COMMAND_LINE, text, hint=hint)]
         )
     return value
+
+
+def _quoted(key: str, text: str) -> str:
+    """What to write for a list that only YAML can read, such as `[<a>, b]`; empty for anything else."""
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return ""
+    if not isinstance(values, list) or any(isinstance(each, list | dict) for each in values):
+        return ""
+    return "quote each: " + shlex.quote(f"{key}={json.dumps(values, ensure_ascii=False, default=str)}")
 
 
 def _is_deep(value: Any) -> bool:
