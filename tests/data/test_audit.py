@@ -122,6 +122,26 @@ def test_turns_that_say_nothing_are_warned_of(
     assert any("says nothing" in each.what for each in audited.problems) == warns
 
 
+@pytest.mark.parametrize(
+    ("row", "objective", "warns"),
+    [
+        (chat_row("hi", "nan"), "sft", True),
+        (chat_row("nan", "yo"), "sft", False),
+        (chat_row("hi", "nan bread"), "sft", False),
+        ({"prompt": "hi", "completion": " NaN\n"}, "sft", True),
+        ({"text": "<NA>"}, "language_modelling", True),
+        ({"prompt": "hi", "chosen": "yo", "rejected": "nan"}, "dpo", True),
+        ({"prompt": "hi", "completion": "nan", "label": True}, "kto", True),
+    ],
+)
+def test_answers_that_pandas_wrote_for_a_missing_value_are_warned_of(
+    row: dict[str, Any], objective: str, warns: bool, tmp_path: Path
+) -> None:
+    audited = audit(tmp_path, [row, row | {"other": 1}], objective=objective)
+    assert audited.sources[0].missing_values == 2 * warns
+    assert any("pandas" in each.what for each in audited.problems) == warns
+
+
 def test_a_turn_of_calls_or_thoughts_alone_is_not_empty() -> None:
     asked, task = {"role": "user", "content": "hi"}, Task("sft", "auto", True)
     for said in ({"tool_calls": [{"function": {"name": "look", "arguments": {}}}]}, {"reasoning_content": "Hm."}):

@@ -15,6 +15,7 @@ from datasets import Dataset
 
 from toolkit.common import UserError
 from toolkit.data.encode import Encoder
+from toolkit.data.row_table import collect
 from toolkit.data.rows import (
     IGNORE,
     Chat,
@@ -30,7 +31,7 @@ from toolkit.data.rows import (
 )
 from toolkit.data.sources import open_source
 from toolkit.data.task import Task, is_empty
-from toolkit.data.tokenization import Chunker, collect, pack, tokenise
+from toolkit.data.tokenization import Chunker, pack, tokenise
 from toolkit.recipe.data import Source
 
 

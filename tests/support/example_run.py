@@ -70,6 +70,7 @@ AUDIT: dict[str, Any] = {
             "worse": {},
             "placeholders": 0,
             "empty_turns": 0,
+            "missing_values": 0,
             "unused_fields": ["<i>id</i>"],
             "ignored": {"images": True},
             "role": "train",

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "recipe/heads": "recipe/test_rules",
     "data/recognition": "data/test_formats",
     "data/problems": "data/test_audit",
+    "data/row_table": "data/test_audit",
     "models/adapted_layers": "models/test_adapters",
     "data/task": "data/test_formats",
     "data/turns": "data/test_encode",

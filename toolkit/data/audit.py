@@ -53,6 +53,8 @@ class SourceFigures(BaseModel):
     """Rows whose text has a placeholder where a picture, sound or film was."""
     empty_turns: int = 0
     """Conversations with a turn that is trained and says nothing."""
+    missing_values: int = 0
+    """Rows whose answer or text is `nan`, as pandas writes what is missing."""
     ignored: dict[str, bool] = {}
     """Names in `data.ignore`, and whether a row has them."""
     role: Literal["train", "eval"] = "train"

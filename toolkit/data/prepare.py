@@ -37,13 +37,14 @@ from toolkit.data.messages import without_use
 from toolkit.data.mixture import mix
 from toolkit.data.own_answers import longest_rows, prompts_of
 from toolkit.data.problems import find_problems
+from toolkit.data.row_table import collect
 from toolkit.data.rows import Chat, Sample, from_json, sides
 from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics, answered, record
 from toolkit.data.streaming import AUDITED_ROWS, Stream
 from toolkit.data.task import Task
 from toolkit.data.token_table import TokenTable
-from toolkit.data.tokenization import Chunker, collect, pack, tokenise
+from toolkit.data.tokenization import Chunker, pack, tokenise
 from toolkit.files import write_json
 from toolkit.recipe import Recipe
 from toolkit.recipe.data import Source

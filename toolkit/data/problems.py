@@ -102,6 +102,13 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
                 "would learn to end its turn at once",
                 "remove these turns or rows, or set `train: false` in these messages",
             )
+        if source.missing_values:
+            yield Problem(
+                "warning",
+                f"in {source.missing_values:,} rows of {source.path} what is learnt is `nan`, which is what pandas "
+                "writes for a missing value",
+                "remove these rows, or write the file without turning missing values into text",
+            )
         if source.placeholders:
             yield Problem(
                 "warning",

@@ -29,6 +29,8 @@ from toolkit.recipe.embedding import Embedding
 from toolkit.recipe.heads import EMBEDDING
 from toolkit.recipe.reinforcement import REINFORCED
 
+_MISSING = ("nan", "NaN", "<NA>")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -107,6 +109,20 @@ def is_empty(row: Row, task: Task) -> bool:
     if task.trains_prompts:
         return not row.messages
     return not any(message["content"] or message.get("tool_calls") for message in _trained(row, task))
+
+
+def is_missing_value(row: Row, task: Task) -> bool:
+    """Whether what is learnt of a row is the word that pandas makes of a cell with nothing in it."""
+    match row:
+        case Text(content) | Completion(_, content) | Pair(_, content):
+            return content.strip() in _MISSING
+        case Preference(chosen, rejected):
+            return is_missing_value(chosen, task) or is_missing_value(rejected, task)
+        case Judged(answer):
+            return is_missing_value(answer, task)
+        case Chat():
+            return any(str(message["content"]).strip() in _MISSING for message in _trained(row, task))
+    return False
 
 
 def has_empty_turn(row: Row, task: Task) -> bool:
