@@ -36,7 +36,7 @@ def test_rows_of_other_tokens_are_refused(tokens: list[str]) -> None:
     with pytest.raises(RecipeError) as caught:
         load("small", [f"model.new_tokens={json.dumps(tokens)}"])
     assert "has rows for [<tool>, str, </tool>]" in str(caught.value) and inline(tokens) in str(caught.value)
-    assert f"set {RIGHT}" in str(caught.value)
+    assert f"set '{RIGHT}'" in str(caught.value), "for a shell"
     load("small", [RIGHT])
 
 
@@ -71,7 +71,7 @@ def test_what_a_recipe_leaves_out_is_the_adapters(adapter: Path) -> None:
     assert not method.use_rslora and not method.use_dora and method.rank_pattern == method.alpha_pattern == {}
     assert method.modules_to_save == method.target_parameters == method.layers_to_transform == []
     assert loaded.origins["method.r"] == "first/adapter_config.json"
-    more = {"rank_pattern": {"down_proj": 8}, "alpha_pattern": {"down_proj": 16}, "modules_to_save": ["lm_head"]}
+    more = {"rank_pattern": {"down_proj": 8}, "alpha_pattern": {"down_proj": 16}, "modules_to_save": ["lm_head"] * 2}
     configure(adapter, use_rslora=True, use_dora=True, layers_to_transform=3, target_modules="all-linear", **more)
     method = load("small").recipe.method
     assert method.use_rslora and method.use_dora and method.layers_to_transform == [3]

@@ -7,6 +7,7 @@ them before anything is loaded lets `validate`, `show` and plans see the keys th
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -67,9 +68,8 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
     if (tokens := _tokens(folder, config)) != recipe.model.new_tokens:
         # Rows are known by their places: those of other tokens, or in another order, would fit as well.
         what = f"the adapter in {folder} has rows for {as_text(tokens) if tokens else 'no tokens'}"
-        change = (
-            f"set model.new_tokens={json.dumps(tokens, ensure_ascii=False)}" if tokens else "remove model.new_tokens"
-        )
+        written = shlex.quote(f"model.new_tokens={json.dumps(tokens, ensure_ascii=False)}")
+        change = f"set {written}" if tokens else "remove model.new_tokens"
         if None in tokens:
             what, change = f"{folder}/tokenizer.json does not name the tokens of its rows", "name another adapter"
         problems.append(problem("model.new_tokens", what, as_text(recipe.model.new_tokens), change))
@@ -158,7 +158,7 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
         return bool(value)
     if key in ("r", "lora_alpha") or isinstance(value, str):
         return value
-    return sorted(value if isinstance(value, list) else [] if value is None else [value])
+    return sorted(set(value if isinstance(value, list) else [] if value is None else [value]))
 
 
 def _follow(key: str) -> str:
