@@ -221,6 +221,21 @@ def test_what_is_published_is_the_same_after_a_kill(
     assert kept[0] == kept[1]
 
 
+@pytest.mark.parametrize("choice", ["best", "mean"])
+def test_another_runs_models_count_where_a_run_goes_on_from_it(ranks: Ranks, home: Path, choice: str) -> None:
+    straight = run(ranks, home, f"single-full-{choice}", *CHOICES[choice])
+    begun = straight / "checkpoints" / "checkpoint-4"
+    folder = run(ranks, home, f"from-{choice}", *CHOICES[choice], f"checkpoint.resume={begun}")
+    assert equal(folder, straight) and published(folder) == published(straight)
+    alone = home / "moved" / choice / "checkpoints" / "checkpoint-4"
+    shutil.copytree(begun, alone)
+    folder = run(ranks, home, f"moved-{choice}", *CHOICES[choice], f"checkpoint.resume={alone}")
+    said = " ".join((folder / "said.txt").read_text(encoding="utf-8").split())
+    assert ("the model of step 2, the best so far by eval_loss, was not kept" in said) == (choice == "best")
+    assert ("best of 2 evaluations" in published(folder)["what"]) == (choice == "best")
+    assert published(folder)["step"] == 6
+
+
 def test_a_published_model_that_was_deleted_is_published_again(ranks: Ranks, home: Path) -> None:
     straight = run(ranks, home, "single-full-best", BEST)
     folder = home / "runs" / "deleted"

@@ -3,13 +3,15 @@ ones; and when training stops early.
 
 Nothing is noted beside what is there in any case. Weights that may be published are kept as `snapshots`, each whole and
 sealed before the checkpoint of its step is; the metrics of all evaluations are in every checkpoint. A run that is
-continued finds both as they were at its step, and drops what came after it, which is trained anew.
+continued finds both as they were at its step, and drops what came after it, which is trained anew. One that goes on
+from another's checkpoint takes that one's weights along.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -104,12 +106,24 @@ class Selection(TrainerCallback):
         self._newest: tuple[int, float] | None = None
         self._written: Future[tuple[str, str] | None] | None = None
         self._over = False
+        self._tried_from = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session.leads:
+            self._take_along(state.global_step)
         box: list[Any] = [self._found(state.global_step) if self._session.leads else None]
         broadcast_object_list(box)
         values = evaluations_by(state, self._metric) if self._metric else dict.fromkeys(box[0], 0.0)
         self._kept = {step: values[step] for step in box[0] if step in values}
+        if values and max(values.values()) > max(self._kept.values(), default=-math.inf):
+            self._tried_from = state.global_step
+            if self._session.leads:
+                _log.warning(
+                    "the model of step %d, the best so far by %s, was not kept: the best of the following ones is "
+                    "published",
+                    max(values, key=lambda step: values[step]),
+                    self._metric,
+                )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         every = self._session.length.save_steps or state.max_steps
@@ -142,7 +156,7 @@ class Selection(TrainerCallback):
             return Chosen(published, None, snapshots.mean(folders) if leads else {})
         rows = [row for row in state.log_history if str(self._metric) in row]
         row = next(row for row in rows if row["step"] == steps[0])
-        tried = sum(row["step"] > 0 for row in rows)
+        tried = sum(row["step"] > self._tried_from for row in rows)
         what = f"the best of {tried:,} evaluations by {self._metric}, after step {steps[0]:,}"
         is_last = steps[0] == state.global_step
         weights = None if is_last else snapshots.mean(folders) if leads else {}
@@ -222,6 +236,19 @@ class Selection(TrainerCallback):
                 _log.warning("%s %s, and is not published", self._place(step), why)
         return self._published(end)
 
+    def _take_along(self, start: int) -> None:
+        """Has what another run kept up to a step, where this one goes on from a checkpoint of that run."""
+        begun = self._session.folder.resume_from
+        if begun is None or begun.resolve().parent == self._session.folder.checkpoints.resolve():
+            return
+        for place in (begun.resolve().parents[1] / self._folder.name).glob("step-*"):
+            own = self._place(_step(place))
+            if 0 < _step(place) <= start and not own.exists() and not fault(place):
+                partial = own.with_name(f"{own.name}.partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.copytree(place, partial, copy_function=_linked)
+                partial.rename(own)
+
     def _found(self, start: int) -> list[int]:
         """Steps up to one, whose weights are there as a whole; what else is there goes."""
         found = []
@@ -236,6 +263,14 @@ class Selection(TrainerCallback):
 
     def _place(self, step: int) -> Path:
         return self._folder / f"step-{step}"
+
+
+def _linked(source: str, target: str) -> None:
+    """The same file in another place: nothing is written to one that is sealed."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _step(place: Path) -> int:
