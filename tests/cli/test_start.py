@@ -14,6 +14,9 @@ from harness import RUN, environment
 from ranks import Ranks
 from small import populate
 
+from toolkit.cli import start
+from toolkit.distributed import rendezvous
+
 LAUNCHERS = {"ours": "toolkit.cli.start", "accelerate": "accelerate_launch"}
 NOISE = ("Traceback", "CalledProcessError", "ChildFailedError", "torch/distributed", "closing signal")
 
@@ -81,6 +84,20 @@ def test_process_that_is_killed_gets_a_line(processes: int, tmp_path: Path, rank
     first, change = text.splitlines()
     assert status == 128 + 9 and first.startswith("error: ") and first.endswith("was ended by SIGKILL")
     assert "memory" in change
+
+
+def test_a_machine_that_starts_again_does_so_once_the_first_has_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second process of its number would end the training there as a mistake of the user, which none starts again."""
+    came: list[str] = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda options: came.append("started"))
+    monkeypatch.setattr(rendezvous, "await_end", lambda *where: came.append(f"{where[:3]}"))
+    options = "--multi_gpu --num_processes 8 --num_machines 2 --main_process_ip node-a --main_process_port 1234"
+    for rank, restarts in ((0, "1"), (1, "0"), (1, "1")):
+        monkeypatch.setenv("TOOLKIT_RESTARTS", restarts)
+        assert start.main([*options.split(), "--machine_rank", str(rank), "-m", "toolkit.run"]) == 0
+    assert came == ["started", "started", "('node-a', 1234, range(4, 8))", "started"]
 
 
 def test_deepspeeds_launcher_starts_the_runner(tmp_path: Path) -> None:

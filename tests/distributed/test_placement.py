@@ -43,6 +43,13 @@ OVER = "over 2 machines, whose network every layer waits for"
             World(0, 0, 12, 4),
             [(f"6 neighbouring processes share each row, {OVER}", True)],
         ),
+        # Three a machine: the group in the middle is on both.
+        ({"tensor": 2}, World(0, 0, 6, 3), [(f"2 neighbouring processes divide each layer, {OVER}", True)]),
+        (
+            {"context": 5},
+            World(0, 0, 15, 3),
+            [(f"5 neighbouring processes share each row, {OVER.replace('2', '3')}", True)],
+        ),
         (
             {"pipeline": 4},
             World(0, 0, 16, 8),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from harness import losses, metrics, write_recipe
@@ -164,6 +167,30 @@ def test_workers_change_no_loss_nor_where_a_run_goes_on(place: Path, workers: in
 
 def _stop_after_five(self: CleanStop, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
     self.stopped = control.should_save = control.should_training_stop = state.global_step == 5
+
+
+@pytest.mark.parametrize("streaming", [[], ["streaming=true", "data.eval_split=null"]], ids=["rows", "stream"])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_workers_go_on_when_all_processes_are_asked_to_stop(
+    place: Path, ranks: Ranks, sent: signal.Signals, streaming: list[str]
+) -> None:
+    """As torch's elastic agent asks, and terminals and batch systems: the step after which a run saves needs them."""
+    arguments = ["recipe=small", "max_steps=100000", "data.num_workers=1", "checkpoint.rehearse=false", *streaming]
+    launch = ranks.start(place, *arguments)
+    rows = place / "runs" / "small" / "metrics.jsonl"
+    while not (rows.is_file() and rows.read_text().count("\n") > 2):
+        assert launch.running(), launch.wait()
+        time.sleep(0.05)
+    (training,) = (psutil.Process(pid) for pid in launch.pids)
+    workers = training.children()
+    assert len(workers) > 1
+    for process in (*workers, training):
+        process.send_signal(sent)
+    done = launch.wait(60)
+    assert done.codes == [0], done.stderr[-2000:]
+    assert done.stderr.count("Stopping after this step") + done.stdout.count("Stopping after this step") == 1
+    assert len(list((place / "runs" / "small" / "checkpoints").glob("checkpoint-*"))) == 1
+    assert not any(worker.is_running() for worker in workers)
 
 
 def test_a_row_that_ends_a_run_is_told_alike_of_a_worker(

@@ -10,6 +10,7 @@ say nothing, gets a line. The exit code is that of the process.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -52,8 +53,11 @@ def _with_accelerate(arguments: Sequence[str]) -> int:
     # Elastic's modules are imported by now, and each has set a level of its own.
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    options = launch_command_parser().parse_args(arguments)
+    if os.environ.get("TOOLKIT_RESTARTS", "0") != "0" and options.machine_rank:
+        _await_others(options)
     try:
-        launch_command(launch_command_parser().parse_args(arguments))
+        launch_command(options)
     except subprocess.CalledProcessError as error:
         return _ended("the training", error.returncode)
     except ChildFailedError as error:
@@ -65,6 +69,20 @@ def _with_accelerate(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def _await_others(options: argparse.Namespace) -> None:
+    """Of several machines, one may notice long after another that a training has failed: in an evaluation, say."""
+    from toolkit.distributed.rendezvous import await_end
+
+    width = int(options.num_processes) // int(options.num_machines)
+    ranks = range(int(options.machine_rank) * width, (int(options.machine_rank) + 1) * width)
+    await_end(
+        options.main_process_ip,
+        int(options.main_process_port),
+        ranks,
+        lambda text: print(text, file=sys.stderr, flush=True),
+    )
 
 
 def _ended(who: str, status: int) -> int:

@@ -27,14 +27,13 @@ def placement(recipe: Recipe, world: World) -> Iterator[tuple[str, bool]]:
         if (size := getattr(parallel, way)) > 1:
             # Those that share rows are as far apart as there are processes that divide layers.
             reach = size * parallel.tensor if way in ("sequence", "context") else size
-            inside = width % reach == 0
+            firsts = range(0, world.world_size, reach)
+            machines = max((first + reach - 1) // width - first // width + 1 for first in firsts)
             apart = f", {parallel.tensor} ranks apart" if reach > size else ""
             where = (
-                "on one machine"
-                if inside
-                else f"over {-(-reach // width)} machines, whose network every layer waits for"
+                "on one machine" if machines == 1 else f"over {machines} machines, whose network every layer waits for"
             )
-            yield f"parallel.{way}={size}: {size} neighbouring processes {what}{apart}, {where}", not inside
+            yield f"parallel.{way}={size}: {size} neighbouring processes {what}{apart}, {where}", machines > 1
     if parallel.pipeline > 1:
         each = world.world_size // parallel.pipeline
         runs = [range(first, first + each) for first in range(0, world.world_size, each)]

@@ -106,6 +106,28 @@ def _launched_by_accelerate() -> bool:
     return any(part.endswith(b"/accelerate") or part.startswith(modules) for part in command)
 
 
+def end_with_training(worker: int) -> None:
+    """Has a process that prepares batches end when the training says so, and not by what was sent to the training.
+
+    torch's elastic agent, terminals and batch systems send their signals to all processes at once, and without its
+    workers a training could not take the step after which it saves.
+
+    Args:
+        worker: Its number, as a data loader says it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # Not on macOS.
+        # Torch's own handler would end this process. Only who waits for a signal learns who sent it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_await_term_of, args=(os.getppid(),), daemon=True).start()
+
+
+def _await_term_of(process: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process:
+        pass
+    os._exit(0)
+
+
 TELL_SECONDS = 2.0
 """How long a process waits for the first one of its machine, which starts at about the same time, to say the same."""
 

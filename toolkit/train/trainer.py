@@ -49,6 +49,7 @@ from toolkit.train.gradients import Clipping
 from toolkit.train.late_rows import LateRows
 from toolkit.train.optimizer import inner_optimizer
 from toolkit.train.pipelined import Pipelined
+from toolkit.train.process import end_with_training
 from toolkit.train.stage_files import naming_adapters
 from toolkit.train.staging import Saves
 from toolkit.train.told import Measuring
@@ -220,13 +221,17 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
     def get_train_dataloader(self) -> Any:
         """Theirs divides rows into batches by number."""
         if self.batches is None:
-            return super().get_train_dataloader()  # type: ignore[misc]
+            loader = super().get_train_dataloader()  # type: ignore[misc]
+            # Transformers has no initialiser for workers of a stream. Accelerate keeps the loader in one of its own.
+            getattr(loader, "base_dataloader", loader).worker_init_fn = end_with_training
+            return loader
         args = self.args
-        loader: DataLoader[Any] = DataLoader(
+        loader = DataLoader(
             self.train_dataset,  # type: ignore[attr-defined]
             batch_sampler=self.batches,
             collate_fn=self.data_collator,  # type: ignore[attr-defined]
             num_workers=args.dataloader_num_workers,
+            worker_init_fn=end_with_training,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
