@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,7 @@ class _Exporting:
         quantization = {"quantization_config": config(self._dtype, kept)} if config else {}
         model = self._loaded(whole, **quantization)
         if config:
+            _leave_out_loose(model.hf_quantizer)
             model.save_pretrained(folder)
         else:
             packed_int4.pack(model, kept)
@@ -272,6 +274,20 @@ class _Exporting:
 
     def _said(self, folder: Path) -> Outputs:
         return self._probe.outputs(self._loaded(folder))
+
+
+def _leave_out_loose(quantizer: Any) -> None:
+    """Has torchao's metadata of a model not list tensors of the model itself, as BART's `final_logits_bias`: torchao
+    0.18 writes their names, and takes none without a dot when it reads the files."""
+    states = quantizer.get_state_dict_and_metadata
+
+    def listed(model: Any) -> tuple[Any, dict[str, str]]:
+        state, metadata = states(model)
+        if names := metadata.get("tensor_names"):
+            metadata["tensor_names"] = json.dumps([name for name in json.loads(names) if "." in name])
+        return state, metadata
+
+    quantizer.get_state_dict_and_metadata = listed
 
 
 def _size(folder: Path) -> int:
