@@ -79,6 +79,26 @@ def test_rows_that_a_processor_does_not_repack_are_exported(tmp_path: Path) -> N
     assert (run / "nf4" / "export_proof.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("kind", "form", "words"),
+    [
+        *(("gpt2", form, ("but Conv1D", "take format=nf4 or gguf_q8_0")) for form in ("int8", "fp8", "int4")),
+        *(("falcon", form, ("but FalconLinear", "or gguf_q8_0")) for form in ("int8", "nf4")),
+    ],
+)
+def test_a_format_in_which_nothing_would_be_stored_is_refused_at_once(
+    kind: str, form: str, words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model = tiny_kind(models_doc.stated(kind, "sft"), tmp_path / kind)
+    run = trained(f"{kind}-{form}", *LORA, f"model.path={model}")
+    monkeypatch.setattr(quantized, "load_trained", lambda run: pytest.fail("the model was loaded"))
+    capsys.readouterr()
+    assert cli(["export", str(run), f"format={form}"]) == 1
+    error = capsys.readouterr().err
+    assert "no layer of this model would be stored in fewer bits" in error and all(each in error for each in words)
+
+
 def test_what_cannot_be_exported_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
