@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def export(run: Path, form: str, output: Path) -> str:
                 f"take one of {', '.join(FORMATS)}",
             )
         gguf.converter()
-    if output.exists():
+    if os.path.lexists(output):
         raise UserError(f"{output} exists already", "name another folder with output=DIR")
     source = opened(run)
     recipe, final = source.recipe, final_model(run)
