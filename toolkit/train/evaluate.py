@@ -224,8 +224,10 @@ def generate(
         {"input_ids": list(prompts)}, padding_side=side, return_attention_mask=True, return_tensors="pt"
     ).to(device)
     context = torch.autocast(device.type, getattr(torch, autocast)) if autocast else nullcontext()
-    # Without a number, Transformers takes 50.
-    kwargs = {"do_sample": True, "top_k": 0, **sample} if sample else {"do_sample": False}
+    kwargs = {"do_sample": bool(sample), **(sample or {})}
+    if kwargs["do_sample"]:
+        # Without a number, Transformers takes 50.
+        kwargs = {"top_k": 0, **kwargs}
     # While training, mixtures of experts return router logits for their auxiliary loss; generation cannot use them.
     routed = hasattr(model.config.get_text_config(), "output_router_logits")
     without_router_logits = {"output_router_logits": False} if routed else {}
