@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import Timeout
 from second_user import as_nobody, shared
 
 from toolkit import cache
@@ -162,3 +163,10 @@ def test_what_libraries_write_for_the_user_alone_is_shared_as_the_umask_says(
         os.umask(before)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
     assert (tmp_path / "run.sh").stat().st_mode & 0o100
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a folder in which nobody can make a file")
+def test_where_no_lock_can_be_made_nobody_waits() -> None:
+    with pytest.raises(OSError) as raised, cache.locked(Path("/proc/toolkit.lock"), timeout=1):
+        pass
+    assert not isinstance(raised.value, Timeout) and raised.value.filename == "/proc/toolkit.lock"

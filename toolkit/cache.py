@@ -66,8 +66,13 @@ def locked(file: Path, timeout: float = -1) -> Iterator[None]:
     Raises:
         filelock.Timeout: If another process holds it.
         PermissionError: If its file may not be read.
+        OSError: If there can be no such file.
     """
     with contextlib.ExitStack() as stack:
+        if not file.exists():
+            # Where no file can be made, as in /proc, `FileLock` would try for ever.
+            file.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o666))
         if os.access(file, os.W_OK) or not file.exists():
             stack.enter_context(FileLock(file, timeout=timeout))
         else:

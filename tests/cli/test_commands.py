@@ -230,6 +230,14 @@ def test_options_may_stand_between_the_arguments(capsys: pytest.CaptureFixture[s
     assert first == second and "seq_len: 64" in first
 
 
+@pytest.mark.parametrize("given", ["-0.5,1.5", "-.5,1.5", "-1,2e0"])
+def test_a_value_may_begin_with_a_negative_number(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = ["nowhere", "there", "--output", "out"]
+    for arguments in (["--weights", given], [f"--weights={given}"]):
+        assert main(["merge", *arguments, *runs]) == 1
+        assert "there is no folder nowhere" in capsys.readouterr().err
+
+
 def test_validate_all_reports_every_wrong_recipe_and_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
     write_recipe(Path(), "good", "defaults: [smollm2_135m_lora_demo]\n")
     write_recipe(Path(), "bad", "defaults: [smollm2_135m_lora_demo]\nsed: 1\n")

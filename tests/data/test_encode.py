@@ -488,6 +488,18 @@ def test_prompts_of_tool_calls_for_templates_that_want_their_arguments_as_text()
     assert '<|call|>add\n{"a": 2, "b": 2}<|/call|>' in prompt and answer == "Hello!"
 
 
+def test_an_answer_is_what_the_template_makes_of_thoughts_and_calls() -> None:
+    plain = QWEN_3.replace("<think>", "<thought>").replace("</think>", "</thought>")  # Which are special tokens here.
+    encoder = encoder_for(plain)
+    calling, thinking = Chat([MORE, CALL], TOOLS), Chat([USER, {**HELLO, "reasoning_content": "Say hello."}])
+    for row in (calling, thinking):
+        (said,) = runs(encoder.tokenizer, encoder(row))
+        assert encoder.prompt_text(row)[1] + "<|im_end|>" == said
+    assert "<tool_call>" in encoder.prompt_text(calling)[1]
+    assert encoder.prompt_text(thinking)[1] == "<thought>\nSay hello.\n</thought>\n\nHello!"
+    assert encoder.prompt_text(Chat([*thinking.messages, MORE])) == encoder.prompt_text(thinking)
+
+
 def test_settings_reach_the_template_in_training_and_in_prompts() -> None:
     encoder = encoder_for("{% if loud %}LOUD {% endif %}" + CHATML)
     loud = Encoder(encoder.tokenizer, "auto", encoder.stop_token_ids, {"loud": True})
@@ -535,11 +547,11 @@ def test_segments_and_tokens_are_trained_as_they_are() -> None:
     encoder = Encoder(plain_tokenizer(), "auto", frozenset({0}))
     row = Segments([("The quick", False), (" brown fox", True), (" jumps", False), ("!<|endoftext|>", True)])
     assert trained(encoder, row) == [" brown fox", "!<|endoftext|>"]
-    assert encoder.prompt_text(row) == ("The quick brown fox jumps", "!<|endoftext|>")
+    assert encoder.prompt_text(row) == ("The quick brown fox jumps", "!")
     assert encoder.prompt_ids(row) == encoder(row).input_ids[: -len(encoder.tokenizer("!<|endoftext|>")["input_ids"])]
     tokens = Tokens([5, 6, 7, 0], [IGNORE, IGNORE, 7, 0])
     assert encoder(tokens) == Encoded([5, 6, 7, 0], [IGNORE, IGNORE, 7, 0]) and encoder.prompt_ids(tokens) == [5, 6]
-    assert encoder.prompt_text(tokens) == (encoder.tokenizer.decode([5, 6]), encoder.tokenizer.decode([7, 0]))
+    assert encoder.prompt_text(tokens) == (encoder.tokenizer.decode([5, 6]), encoder.tokenizer.decode([7]))
     with pytest.raises(UserError, match="has the token 9999"):
         encoder(Tokens([9999], [IGNORE]))
 
@@ -617,7 +629,7 @@ def test_a_chat_is_asked_up_to_its_last_answer() -> None:
     prompt, answer = encoder.prompt_text(Chat([USER, HELLO, MORE]))
     assert prompt == whole and answer == "Hello!"
     prompt, answer = encoder.prompt_text(Chat([USER, CALL]))
-    assert prompt == whole and '"name": "add"' in answer
+    assert prompt == whole and '"name": "add"' in answer, "of a template that writes no calls"
     assert encoder.prompt_ids(Chat([USER])) == encoder.tokenizer(whole)["input_ids"]
     refusing = encoder_for("{{ raise_exception('no') }}")
     with pytest.raises(UserError, match=r"refuses this conversation: no"):

@@ -431,7 +431,7 @@ def test_rows_that_say_themselves_what_is_trained(tmp_path: Path, cache: Path) -
     shown = show(prepared, tokenizer, 1, color=False)
     assert shown.count("fox« jumps<|im_end|>»") == 2 and "t«he dog<|im_end|>»" in shown
     assert prepared.audit.sources[1].unused_columns == ["id"]
-    assert prepared.samples[0].reference == " jumps<|im_end|>"
+    assert prepared.samples[0].reference == " jumps"
     assert prepared.samples[-1].input_ids == ids[:1]
     rows = recipe(parts, tokens, shuffle=False, streaming=True)
     streamed = list(itertools.islice(prepare(rows, tokenizer, STOP, cache).train, 3))

@@ -13,7 +13,7 @@ from harness import metrics
 from head_products import HeadProducts
 from small import LORA, NF4, SEQ2SEQ, place_with, set_up, with_callbacks
 from tiny import tiny_kind
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from toolkit.train.evaluate import answer, generate, generated_metrics, held_out_loss, inputs_on
 from toolkit.train.main import main
@@ -114,6 +114,41 @@ def test_answers_are_what_the_model_finds_likeliest(kind: str, tmp_path: Path) -
         for _ in written:
             tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
         assert written == tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", ["llama", "blenderbot"])
+def test_what_a_generation_config_asks_of_answers_is_left_out(kind: str) -> None:
+    """Penalties, a least length, an end at the limit and a top-k; how an answer begins stays."""
+    auto = AutoModelForSeq2SeqLM if kind == "blenderbot" else AutoModelForCausalLM
+    model, tokenizer = auto.from_pretrained(kind).eval(), AutoTokenizer.from_pretrained(kind)
+    prompts = [[10, 11, 12, 13], [20, 21, 22, 23, 24, 25, 26]]
+    begin = {"decoder_start_token_id": model.generation_config.decoder_start_token_id}
+    begin |= {"forced_bos_token_id": 42} if kind == "blenderbot" else {}
+    model.generation_config = GenerationConfig(**begin)
+
+    def written() -> list[list[list[int]]]:
+        torch.manual_seed(0)
+        drawn = generate(model, tokenizer, prompts, 6, frozenset([11]), None, {"temperature": 1.5, "top_p": 0.99})
+        beams = generate(model, tokenizer, prompts, 6, frozenset([11]), num_beams=2)
+        return [each.tolist() for each in (generate(model, tokenizer, prompts, 6, frozenset([11])), drawn, beams)]
+
+    alone = written()
+    torch.manual_seed(0)
+    batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    if kind == "llama":  # Of the whole vocabulary.
+        drawn = model.generate(
+            **batch, max_new_tokens=6, do_sample=True, temperature=1.5, top_p=0.99, top_k=0, eos_token_id=11,
+            pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        assert alone[1] == drawn[:, batch["input_ids"].shape[1] :].tolist()
+    else:
+        assert all(row[1] == 42 for rows in alone for row in rows)
+    model.generation_config = config = GenerationConfig(
+        **begin, do_sample=True, top_k=1, min_p=0.9, repetition_penalty=9.0, no_repeat_ngram_size=1, min_length=40,
+        forced_eos_token_id=11, num_return_sequences=2,
+    )  # fmt: skip
+    assert written() == alone
+    assert model.generation_config is config
 
 
 def test_what_is_saved_in_bf16_is_evaluated_with_its_tables_of_positions(tmp_path: Path) -> None:

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pages import Page
 from small import LORA, NF4, SEQ2SEQ, place_with, trained
 
 from toolkit.cli.main import main as cli
+from toolkit.data.prepare import prepare
 from toolkit.report.evaluation import Evaluation
+from toolkit.train import held_out
+from toolkit.train.export import opened
 
 place = place_with("llama", "blenderbot")
 
@@ -84,6 +88,65 @@ def test_answers_do_not_depend_on_batches_and_the_base_can_be_left_out() -> None
     held_out = found(run).held_out
     assert held_out and held_out.rows == 8 and [score.name for score in held_out.scores] == ["ROUGE-L", "valid JSON"]
     assert held_out.cut == (8, 8), "no answer ends with its first token"
+
+
+TEMPLATE = """\
+{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+SIX = {"function": {"name": "add", "arguments": {"a": 2, "b": 4}}, "type": "function"}
+SAID = {
+    "chat": {"content": "It is 6."},
+    "thoughts": {"reasoning_content": "2 + 4, which is 6", "content": '{"sum": 6}'},
+    "calls": {"content": "", "tool_calls": [SIX]},
+}
+
+
+@pytest.mark.parametrize("kind", [*SAID, "tokens", "segments"])
+def test_a_model_that_says_what_was_trained_is_always_right(
+    kind: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the thoughts and the calls of tools that the template writes, and the special tokens of rows that have
+    some."""
+    (place / "thinking.jinja").write_text(TEMPLATE, encoding="utf-8")
+    asked = [{"role": "user", "content": f"{number}: 2 + 4?"} for number in range(40)]
+    rows: list[dict[str, Any]] = [{"messages": [each, {"role": "assistant", **SAID.get(kind, {})}]} for each in asked]
+    if kind == "tokens":
+        rows = [{"input_ids": [40 + n, 50, 60, 61, 62, 2], "labels": [-100, -100, 60, 61, 62, 2]} for n in range(40)]
+    if kind == "segments":
+        parts = [{"text": " it is 6.", "label": True}, {"text": "<|im_end|>", "label": True}]
+        rows = [{"segments": [{"text": each["content"], "label": False}, *parts]} for each in asked]
+    (place / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run = trained(
+        f"said-{kind}", *LORA, *HELD_OUT, f"data.sources=[{kind}.jsonl]", "model.chat_template=thinking.jinja"
+    )
+    loaded = opened(run)
+    tokenizer = loaded.tokenizer()
+    prepared = prepare(loaded.recipe, tokenizer, loaded.stop_tokens(tokenizer), vocab_size=loaded.vocab_size)
+
+    def perfect(model: Any, tokenizer: Any, prompts: list[list[int]], *_: Any) -> torch.Tensor:
+        known = [row["input_ids"] for row in prepared.eval]
+        answers = [
+            torch.tensor(next(row[len(prompt) :] for row in known if row[: len(prompt)] == prompt))
+            for prompt in prompts
+        ]
+        return torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=tokenizer.pad_token_id)
+
+    monkeypatch.setattr(held_out, "generate", perfect)
+    assert cli(["evaluate", str(run), "rows=4", "before=false", "max_new_tokens=99"]) == 0
+    scores = found(run).held_out.scores  # type: ignore[union-attr]
+    assert {score.name: score.after.value for score in scores if score.name in ("exact match", "valid JSON")} == (
+        {"exact match": 1.0} | ({"valid JSON": 1.0} if kind == "thoughts" else {})
+    )
+    (line, *_) = lines(run)
+    assert ("</think>" in line["after"]) == ("</think>" in line["reference"]) == (kind == "thoughts")
 
 
 def test_rows_that_are_not_held_out_are_not_asked(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

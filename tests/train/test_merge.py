@@ -115,8 +115,10 @@ def test_merge_that_is_not_equal_is_refused_and_leaves_nothing(weakly: bool, mon
             merge([run], run / "merged")
     assert not [file.name for file in run.iterdir() if "merged" in file.name]
     merge([run], run / "merged")
-    with pytest.raises(UserError, match="exists already"):
-        merge([run], run / "merged")
+    (run / "link").symlink_to("nowhere")
+    for there in (run / "merged", run / "link"):
+        with pytest.raises(UserError, match="exists already"):
+            merge([run], there)
 
 
 def test_broken_adapter_and_full_model_are_refused() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if meant := _misspelt(arguments[:1]):
         parser.error(f"there is no command {arguments[0]}; did you mean `{meant}`?")
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(_joined(arguments))
     # argparse takes positional arguments in one block; here they may stand on both sides of an option.
     if any(argument.startswith("-") for argument in rest) or (rest and "arguments" not in options):
         parser.error(_unknown(rest, arguments, [name for name, _ in COMMANDS[options.command]]))
@@ -62,6 +63,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {given_up(error)}", file=sys.stderr)
         return 1
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with each value that begins with a negative number joined to its option: argparse takes one number
+    for a value, but `-0.5,1.5` for an option of its own."""
+    joined = list[str]()
+    for argument in arguments:
+        last = joined[-1] if joined else ""
+        if re.match(r"-\.?\d", argument) and last.startswith("--") and "=" not in last:
+            joined[-1] = f"{last}={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _misspelt(first: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ where they merge with what stands before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -187,6 +188,8 @@ class Encoder:
 
         A document is cut in the middle. A chat's prompt is the rendered conversation up to the last assistant turn;
         it holds every special token, so see `prompt_ids` for its tokens. Of a pair of answers it is the chosen one's.
+        The answer is what is read of one that a model gives: what the template makes of thoughts and calls of tools is
+        in it, special tokens are not.
         """
         known, row = row, sides(row)[0]
         assert not isinstance(row, Labelled | Tagged), "labels are not generated"
@@ -200,25 +203,39 @@ class Encoder:
             case Segments(parts):
                 cut = max((i for i, (_, trained) in enumerate(parts) if trained), default=len(parts))
                 prompt, answer = ("".join(text for text, _ in some) for some in (parts[:cut], parts[cut:]))
-                return prompt, answer
+                return prompt, self._read(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
             case Tokens(ids, labels):
                 cut = _last_answer(labels)
-                return str(self.tokenizer.decode(ids[:cut])), str(self.tokenizer.decode(ids[cut:]))
+                return str(self.tokenizer.decode(ids[:cut])), self._read(ids[cut:])
             case Chat():
                 next_conversation()
                 messages = self._messages(row)
                 last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
                 if isinstance(known, Prompted):  # Answers within it are a part of what is asked.
                     last = len(messages)
-                answer = "" if last == len(messages) else answer_of(messages[last])
-                answer = str(known.columns["answer"]) if isinstance(known, Prompted) else answer
                 try:
                     prompt, _ = render_accepted(
                         self.tokenizer, messages[:last], row.tools, self._settings(row), prompt=True
                     )
-                    return prompt, answer
                 except TEMPLATE_ERRORS as error:
                     raise _refused(error) from error
+                if isinstance(known, Prompted):
+                    return prompt, str(known.columns["answer"])
+                return prompt, "" if last == len(messages) else self._said(prompt, messages[: last + 1], row)
+
+    def _said(self, prompt: str, messages: list[Message], row: Chat) -> str:
+        """The last message as a model writes it after a prompt, with its thoughts and calls of tools; what the message
+        itself says where the template lets no answer follow that prompt."""
+        with suppress(*TEMPLATE_ERRORS):
+            text, _ = render_accepted(self.tokenizer, messages, row.tools, self._settings(row))
+            if text.startswith(prompt):
+                return self._read(self.tokenizer(text[len(prompt) :], add_special_tokens=False)["input_ids"]).strip()
+        return answer_of(messages[-1])
+
+    def _read(self, ids: list[int]) -> str:
+        """Tokens as the text of an answer: up to the one that ends it, and without special ones."""
+        end = next((place for place, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
+        return str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
 
     def prompt_lost(self, row: Row | Rendered) -> bool:
         """Whether the chat template leaves out a part of a prompt that the model is to answer by itself.

@@ -30,6 +30,19 @@ _AT_ONCE = 1 << 24
 """Numbers of a weight that are looked at together."""
 
 
+def layers(model: Any, whole: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers that `pack` would take, by name; the model may be on the meta device."""
+    head = model.get_output_embeddings()
+    return {
+        name: each
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Linear)
+        and each is not head
+        and each.in_features % _GROUPS[-1] == 0
+        and not belongs_to_head(name, whole)
+    }
+
+
 def pack(model: Any, whole: Sequence[str]) -> None:
     """Has a model's linear layers hold 4-bit integers; it computes with what they stand for.
 
@@ -47,13 +60,8 @@ def pack(model: Any, whole: Sequence[str]) -> None:
         apply_quantization_config,
     )
 
-    head = model.get_output_embeddings()
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    taken = {
-        name: each
-        for name, each in linear.items()
-        if each is not head and each.in_features % _GROUPS[-1] == 0 and not belongs_to_head(name, whole)
-    }
+    taken = layers(model, whole)
     if not taken:
         raise UserError("format=int4: this model has no linear layers that 4 bits are for", "take another format")
     group = next(size for size in _GROUPS if all(each.in_features % size == 0 for each in taken.values()))

@@ -25,7 +25,15 @@ from toolkit.data.encode import Encoder
 from toolkit.data.rows import Chat
 from toolkit.distributed.engines import dtypes
 from toolkit.train.evaluate import as_prompt, generate
-from toolkit.train.export import load_trained, no_text, on_device, read_audit, refuse_head, take_any_bytes
+from toolkit.train.export import (
+    load_trained,
+    no_text,
+    on_device,
+    read_audit,
+    refuse_head,
+    refuse_longer,
+    take_any_bytes,
+)
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C cuts an answer short"
 _NARROWEST = 30
@@ -70,13 +78,9 @@ class Speaker:
         """
         turn = [*self._messages, {"role": "user", "content": prompt}]
         ids, said = self._prompt_ids(turn), list[str]()
-        most = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        if most and not self._model.config.is_encoder_decoder and len(ids) + max_new_tokens > most:
-            raise UserError(
-                f"{self.name}: the conversation has {len(ids):,} tokens, with an answer of {max_new_tokens:,} more "
-                f"than the {most:,} that the model reads",
-                "begin anew with /reset, or take a smaller --max-new-tokens",
-            )
+        refuse_longer(
+            self._model, ids, max_new_tokens, f"{self.name}: the conversation", "begin anew with /reset, or take"
+        )
 
         def hear(piece: str) -> None:
             said.append(piece)

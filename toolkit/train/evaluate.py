@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object, send_to_device
+from transformers import GenerationConfig
 from transformers.pytorch_utils import move_to_device
 
 from toolkit.common import UserError, first_line
@@ -153,6 +154,16 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
+_NO_TASTE = (
+    *("bos_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    *("cache_implementation", "cache_config"),
+)
+"""What is left of a generation config: how answers begin, tokens that are no text, and the cache."""
+_OF_BEAMS = ("early_stopping", "length_penalty")
+"""How several beams are compared, which is no matter of one."""
+
+
 def as_prompt(
     tokenizer: Any, text: str, audit: Audit, stop_token_ids: frozenset[int], template_kwargs: dict[str, Any]
 ) -> list[int]:
@@ -188,7 +199,8 @@ def generate(
     device: torch.device | None = None,
     streamer: Any = None,
 ) -> torch.Tensor:
-    """Generates one answer per prompt, greedily unless `sample` says otherwise.
+    """Generates one answer per prompt, greedily unless `sample` says otherwise, from what the model says alone: see
+    `_without_taste`.
 
     Args:
         model: An unwrapped Transformers or PEFT model.
@@ -212,14 +224,16 @@ def generate(
         {"input_ids": list(prompts)}, padding_side=side, return_attention_mask=True, return_tensors="pt"
     ).to(device)
     context = torch.autocast(device.type, getattr(torch, autocast)) if autocast else nullcontext()
-    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    kwargs = {"do_sample": True, **sample} if sample else greedy
+    kwargs = {"do_sample": bool(sample), **(sample or {})}
+    if kwargs["do_sample"]:
+        # Without a number, Transformers takes 50.
+        kwargs = {"top_k": 0, **kwargs}
     # While training, mixtures of experts return router logits for their auxiliary loss; generation cannot use them.
     routed = hasattr(model.config.get_text_config(), "output_router_logits")
     without_router_logits = {"output_router_logits": False} if routed else {}
     with (
         evaluating(model), torch.no_grad(), context, reading_masks(model), inputs_on(model, device),
-        _own_positions(model),
+        _own_positions(model), _without_taste(model, num_beams),
     ):  # fmt: skip
         try:
             generated = model.generate(
@@ -263,6 +277,25 @@ def session_answers(session: Session, prompts: Sequence[list[int]], num_beams: i
         num_beams=num_beams,
         device=session.trainer.args.device,
     )
+
+
+@contextmanager
+def _without_taste(model: Any, num_beams: int) -> Iterator[None]:
+    """Without what a model's generation config asks of answers: penalties for words that come again, least lengths, an
+    end at the limit, or how many of the likeliest tokens are drawn from. They were chosen for the model as it was
+    published, and would change what was trained; an end at the limit would count as the model's own."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    holders = [each for each in (model, base) if getattr(each, "generation_config", None) is not None]
+    kept = [each.generation_config for each in holders]
+    names = (*_NO_TASTE, *(_OF_BEAMS if num_beams > 1 else ()))
+    for each, config in zip(holders, kept, strict=True):
+        given = {name: getattr(config, name, None) for name in names}
+        each.generation_config = GenerationConfig(**{name: value for name, value in given.items() if value is not None})
+    try:
+        yield
+    finally:
+        for each, config in zip(holders, kept, strict=True):
+            each.generation_config = config
 
 
 @contextmanager

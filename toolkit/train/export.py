@@ -136,8 +136,30 @@ def answer_prompts(
 
     for prompt in prompts or _typed(run.name):
         ids = as_prompt(tokenizer, prompt, audit, stops, recipe.data.chat_template_kwargs)
+        try:
+            refuse_longer(model, ids, max_new_tokens, "the prompt", "shorten it, or take")
+        except UserError as error:
+            if prompts:
+                raise
+            print(error)
+            continue
         texts = answer(model, tokenizer, [ids], max_new_tokens, stops, dtypes(recipe).autocast, sample)
         print(on_screen(printable(texts[0]), PAGED), flush=True)
+
+
+def refuse_longer(model: Any, ids: Sequence[int], max_new_tokens: int, what: str, change: str) -> None:
+    """Refuses a prompt that has, with its answer, more tokens than the model reads.
+
+    Raises:
+        UserError: It has.
+    """
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most and not model.config.is_encoder_decoder and len(ids) + max_new_tokens > most:
+        raise UserError(
+            f"{what} has {len(ids):,} tokens, with an answer of {max_new_tokens:,} more than the {most:,} that the "
+            "model reads",
+            f"{change} a smaller --max-new-tokens",
+        )
 
 
 def read_audit(run: Path) -> Audit:

@@ -24,7 +24,7 @@ from toolkit.report.evaluation import ROWS, HeldOut
 from toolkit.report.load import read_manifest
 from toolkit.train.evaluate import generate
 from toolkit.train.export import load_begun, load_trained, on_device
-from toolkit.train.scoring import METRICS, scored
+from toolkit.train.scoring import METRICS, scored, spoken
 
 _log = logging.getLogger("toolkit.train")
 T = TypeVar("T")
@@ -48,7 +48,8 @@ def evaluate_held_out(
     recipe, tokenizer = source.recipe, source.tokenizer()
     samples, held_out, data = held_out_rows(run, source, tokenizer, rows)
     references = [str(sample.reference) for sample in samples]
-    chosen = metrics or [name for name, metric in METRICS.items() if metric.suits(references)]
+    said = [spoken(each) for each in references]
+    chosen = metrics or [name for name, metric in METRICS.items() if metric.suits(said)]
     longest = max_new_tokens or recipe.evaluation.max_new_tokens
     stops = source.stop_tokens(tokenizer)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -82,7 +83,7 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
         if recipe.method.name != "lora":
             raise UserError(f"{run} holds a full model, there is no adapter to merge", f"use {final} as it is")
     _check_sum(runs, recipes, weights)
-    if output.exists():
+    if os.path.lexists(output):
         raise UserError(f"{output} exists already", "name another folder with --output")
     sources = [opened(run) for run in runs]
     source, tokenizer = sources[0], sources[0].tokenizer(saved=finals[0])

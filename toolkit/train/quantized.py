@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from toolkit.cache import build_once
 from toolkit.common import UserError, bytes_text, in_a_line
@@ -27,6 +33,7 @@ from toolkit.models.embedding import drop_pooler
 from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
 from toolkit.models.sentence_files import write_modules
+from toolkit.models.tiny import by_itself
 from toolkit.models.weight_reads import kept_whole
 from toolkit.recipe import model_configs
 from toolkit.recipe.load import load_resolved
@@ -47,10 +54,13 @@ class Format:
         package: What has to be installed, by the name of its import.
         config: Transformers' settings of it, of the type that is computed in and the modules that are kept; none where
             a model is quantized once it is loaded.
+        takes: Whether a module is stored so, if its name is not that of one that is kept.
     """
 
     package: str
     config: Callable[[torch.dtype, Sequence[str]], Any] | None = None
+    # Falcon's linear layers multiply by their weight themselves, which torchao's cannot.
+    takes: Callable[[Any], bool] = lambda each: isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward
 
 
 def _torchao(name: str) -> Callable[[torch.dtype, Sequence[str]], Any]:
@@ -75,7 +85,7 @@ def _nf4(dtype: torch.dtype, whole: Sequence[str]) -> Any:
 FORMATS = {
     "int8": Format("torchao", _torchao("Int8WeightOnlyConfig")),
     "fp8": Format("torchao", _torchao("Float8WeightOnlyConfig")),
-    "nf4": Format("bitsandbytes", _nf4),
+    "nf4": Format("bitsandbytes", _nf4, lambda each: type(each) is nn.Linear or isinstance(each, Conv1D)),
     "int4": Format("compressed_tensors"),
 }
 """By the name that a user gives."""
@@ -111,7 +121,7 @@ def export(run: Path, form: str, output: Path) -> str:
                 f"take one of {', '.join(FORMATS)}",
             )
         gguf.converter()
-    if output.exists():
+    if os.path.lexists(output):
         raise UserError(f"{output} exists already", "name another folder with output=DIR")
     source = opened(run)
     recipe, final = source.recipe, final_model(run)
@@ -120,6 +130,7 @@ def export(run: Path, form: str, output: Path) -> str:
             f"format={form}: the experts of this model are no linear layers, which alone are stored so",
             "take format=int8, which leaves experts as they are, or gguf_q8_0",
         )
+    _require_layers(source, form)
     tokenizer = source.tokenizer(saved=final)
     probe = Probe.of(source, tokenizer)
     wanted = probe.outputs(on_device(load_trained(run)[1], recipe), dtypes(recipe).autocast)
@@ -163,6 +174,36 @@ def export(run: Path, form: str, output: Path) -> str:
     return text
 
 
+def _require_layers(source: ModelSource, form: str) -> None:
+    """Refuses a format in which nothing of a model is stored: its files would be as large as the run's."""
+    if form not in FORMATS:
+        return
+    recipe = source.recipe
+    trusted = recipe.model.trust_remote_code
+    kept = kept_whole(source.config, recipe.objective, trusted)
+    with by_itself(), torch.device("meta"):
+        model = auto_class(recipe.objective).from_config(source.config, trust_remote_code=trusted)
+    as_by_default = kept or get_keys_to_not_convert(model)
+
+    def stored(name: str) -> bool:
+        if name == "int4":
+            return bool(packed_int4.layers(model, kept))
+        return any(
+            FORMATS[name].takes(layer) and should_convert_module(path, as_by_default)
+            for path, layer in model.named_modules()
+        )
+
+    if not stored(form):
+        matrices = (each for each in model.modules() if getattr(getattr(each, "weight", None), "ndim", 0) == 2)
+        kinds = {type(each).__name__ for each in matrices} - {"Embedding", "Linear"}
+        others = [*(name for name in FORMATS if name != form and stored(name)), *(["gguf_q8_0"] * (not recipe.headed))]
+        raise UserError(
+            f"format={form}: no layer of this model would be stored in fewer bits: none is a linear layer that "
+            f"{FORMATS[form].package} takes" + (f", but {' or '.join(sorted(kinds))}" if kinds else ""),
+            f"take format={' or '.join(others)}" if others else "use the run's model as it is",
+        )
+
+
 class _Exporting:
     """A model on its way into files of a format, and out of them.
 
@@ -203,6 +244,7 @@ class _Exporting:
         quantization = {"quantization_config": config(self._dtype, kept)} if config else {}
         model = self._loaded(whole, **quantization)
         if config:
+            _leave_out_loose(model.hf_quantizer)
             model.save_pretrained(folder)
         else:
             packed_int4.pack(model, kept)
@@ -272,6 +314,20 @@ class _Exporting:
 
     def _said(self, folder: Path) -> Outputs:
         return self._probe.outputs(self._loaded(folder))
+
+
+def _leave_out_loose(quantizer: Any) -> None:
+    """Has torchao's metadata of a model not list tensors of the model itself, as BART's `final_logits_bias`: torchao
+    0.18 writes their names, and takes none without a dot when it reads the files."""
+    states = quantizer.get_state_dict_and_metadata
+
+    def listed(model: Any) -> tuple[Any, dict[str, str]]:
+        state, metadata = states(model)
+        if names := metadata.get("tensor_names"):
+            metadata["tensor_names"] = json.dumps([name for name in json.loads(names) if "." in name])
+        return state, metadata
+
+    quantizer.get_state_dict_and_metadata = listed
 
 
 def _size(folder: Path) -> int:

@@ -112,6 +112,11 @@ METRICS = {
 """By the name that a user gives."""
 
 
+def spoken(answer: str) -> str:
+    """What an answer says once it has been thought over: nothing where it was cut before that."""
+    return answer.rpartition("</think>")[2].partition("<think>")[0]
+
+
 def scored(
     name: str, before: Sequence[str] | None, after: Sequence[str], references: Sequence[str]
 ) -> tuple[Score, list[tuple[float | None, float]] | None]:
@@ -121,6 +126,8 @@ def scored(
         Its score, and of metrics that are a mean over rows each row's (before, after).
     """
     metric = METRICS[name]
+    after, references = [*map(spoken, after)], [*map(spoken, references)]
+    before = None if before is None else [*map(spoken, before)]
     last = metric.figures(after, references)
     first = None if before is None else metric.figures(before, references)
     if metric.is_share:
