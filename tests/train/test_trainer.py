@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,16 @@ def test_workers_go_on_when_all_processes_are_asked_to_stop(
     assert done.stderr.count("Stopping after this step") + done.stdout.count("Stopping after this step") == 1
     assert len(list((place / "runs" / "small" / "checkpoints").glob("checkpoint-*"))) == 1
     assert not any(worker.is_running() for worker in workers)
+
+
+def test_workers_of_held_out_rows_go_on_too(place: Path) -> None:
+    batches = set_up("data.num_workers=1", "data.eval_split=0.5").trainer.get_eval_dataloader()
+    before, rows = psutil.Process().children(), iter(batches)
+    next(rows)
+    (worker,) = [each for each in psutil.Process().children() if each not in before]
+    # Who asks is another process than the one for which it works.
+    subprocess.run(["kill", str(worker.pid)], check=True)
+    assert len([*rows]) == len(batches) - 1 > 0
 
 
 def test_a_row_that_ends_a_run_is_told_alike_of_a_worker(

@@ -154,12 +154,12 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-_NO_TASTE = (
+_KEPT = (
     *("bos_token_id", "decoder_start_token_id", "forced_bos_token_id"),
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
     *("cache_implementation", "cache_config"),
 )
-"""What is left of a generation config: how answers begin, tokens that are no text, and the cache."""
+"""What is kept of a generation config: how answers begin, tokens that are no text, and the cache."""
 _OF_BEAMS = ("early_stopping", "length_penalty")
 """How several beams are compared, which is no matter of one."""
 
@@ -200,7 +200,7 @@ def generate(
     streamer: Any = None,
 ) -> torch.Tensor:
     """Generates one answer per prompt, greedily unless `sample` says otherwise, from what the model says alone: see
-    `_without_taste`.
+    `_without_defaults`.
 
     Args:
         model: An unwrapped Transformers or PEFT model.
@@ -233,7 +233,7 @@ def generate(
     without_router_logits = {"output_router_logits": False} if routed else {}
     with (
         evaluating(model), torch.no_grad(), context, reading_masks(model), inputs_on(model, device),
-        _own_positions(model), _without_taste(model, num_beams),
+        _own_positions(model), _without_defaults(model, num_beams),
     ):  # fmt: skip
         try:
             generated = model.generate(
@@ -280,14 +280,14 @@ def session_answers(session: Session, prompts: Sequence[list[int]], num_beams: i
 
 
 @contextmanager
-def _without_taste(model: Any, num_beams: int) -> Iterator[None]:
+def _without_defaults(model: Any, num_beams: int) -> Iterator[None]:
     """Without what a model's generation config asks of answers: penalties for words that come again, least lengths, an
     end at the limit, or how many of the likeliest tokens are drawn from. They were chosen for the model as it was
     published, and would change what was trained; an end at the limit would count as the model's own."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     holders = [each for each in (model, base) if getattr(each, "generation_config", None) is not None]
     kept = [each.generation_config for each in holders]
-    names = (*_NO_TASTE, *(_OF_BEAMS if num_beams > 1 else ()))
+    names = (*_KEPT, *(_OF_BEAMS if num_beams > 1 else ()))
     for each, config in zip(holders, kept, strict=True):
         given = {name: getattr(config, name, None) for name in names}
         each.generation_config = GenerationConfig(**{name: value for name, value in given.items() if value is not None})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import resource
 import signal
@@ -119,7 +120,9 @@ def end_with_training(worker: int) -> None:
     if hasattr(signal, "sigwaitinfo"):  # Not on macOS.
         # Torch's own handler would end this process. Only who waits for a signal learns who sent it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_await_term_of, args=(os.getppid(),), daemon=True).start()
+        training = multiprocessing.parent_process()  # Not the process that forked this one, where a server does that.
+        assert training is not None
+        threading.Thread(target=_await_term_of, args=(training.pid,), daemon=True).start()
 
 
 def _await_term_of(process: int) -> None:

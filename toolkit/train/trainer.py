@@ -100,6 +100,13 @@ class Waiting:
         return taken
 
 
+def _ending_with_training(loader: Any) -> Any:
+    # Transformers has no initialiser for other workers than those of training's rows. Accelerate keeps the loader of a
+    # stream in one of its own.
+    getattr(loader, "base_dataloader", loader).worker_init_fn = end_with_training
+    return loader
+
+
 def _of_worker(error: UserError) -> UserError:
     """An error of a stream's row. Of one in a worker, torch makes the whole stack trace the text of another."""
     _, traced, text = error.whole.rpartition(f"\n{UserError.__module__}.{UserError.__name__}: ")
@@ -221,12 +228,9 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
     def get_train_dataloader(self) -> Any:
         """Theirs divides rows into batches by number."""
         if self.batches is None:
-            loader = super().get_train_dataloader()  # type: ignore[misc]
-            # Transformers has no initialiser for workers of a stream. Accelerate keeps the loader in one of its own.
-            getattr(loader, "base_dataloader", loader).worker_init_fn = end_with_training
-            return loader
+            return _ending_with_training(super().get_train_dataloader())  # type: ignore[misc]
         args = self.args
-        loader = DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             self.train_dataset,  # type: ignore[attr-defined]
             batch_sampler=self.batches,
             collate_fn=self.data_collator,  # type: ignore[attr-defined]
@@ -237,6 +241,10 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
             prefetch_factor=args.dataloader_prefetch_factor,
         )
         return self.accelerator.prepare_data_loader(loader)
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Theirs, with workers that outlive a signal to all processes."""
+        return _ending_with_training(super().get_eval_dataloader(*args, **kwargs))  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The engines write all that a checkpoint needs themselves. Another copy, for which the whole model is gathered
