@@ -190,6 +190,9 @@ def test_intervals_are_those_of_a_ratio_over_rows() -> None:
     assert rows == 12 and found["eval_kl_plus_minus"] == pytest.approx(2.2010 * error.item(), rel=1e-4)
     assert found["eval_agreement"] == pytest.approx(total / n.sum().item())
     assert found["eval_tokens"] == n.sum().item() and found["eval_loss"] == pytest.approx(found["eval_kl"], rel=1e-5)
+    # One row says nothing of how much rows differ.
+    alone = trainer.figures([1.0, 2.0], torch.tensor([[1.0, 2.0, 1.0, 1.0, 1.0]]))
+    assert alone["eval_kl"] == 0.5 and not any(key.endswith("_plus_minus") for key in alone)
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped() -> None:

@@ -3,6 +3,7 @@ compares two distributions in place of one that scores a label."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ class DistillationTrainer(Telling, CausalTrainer):
         found: dict[str, float] = {"eval_loss": loss / tokens, "eval_tokens": int(tokens)}
         for name, each in zip(FIGURES, told, strict=True):
             found[f"eval_{name}"], half = per_count(each, counts)
-            if name in _WITH_INTERVALS:
+            if name in _WITH_INTERVALS and not math.isnan(half):
                 found[f"eval_{name}{MARGIN}"] = half
         return found
 

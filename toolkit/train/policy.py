@@ -207,7 +207,8 @@ class PolicyTrainer(AnswerTrainer):
         every |= {f"reward_{name}": scores[:, place] for place, name in enumerate(scorer.names)}
         for name, values in every.items():
             found[f"eval_{name}"] = float(values.mean())
-            found[f"eval_{name}{MARGIN}"] = of_mean(values).half
+            if not math.isnan(half := of_mean(values).half):
+                found[f"eval_{name}{MARGIN}"] = half
         tokens, cut = table[:, -2:].mean(axis=0).tolist()
         beside = {"eval_answers": count, "eval_answer_tokens": tokens, "eval_cut": cut}
         return {"eval_loss": -found["eval_reward"]} | found | beside
