@@ -44,7 +44,10 @@ _SHOWN = 200
 """Characters of an answer in an error."""
 FULL = 1.0 - 1e-9
 """From here on a score of a built-in reward is a full one."""
-_NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.)])\.\d+)(?:[eE][+-]?\d{1,3}(?!\w))?"
+)
+"""Also `.5`, Unicode's minus, and `1e-05`, as Python writes 0.00001."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def number_in(text: str) -> Decimal | None:
     """
     before, mark, marked = text.rpartition("####")
     found = _NUMBER.findall(marked if mark else before or marked)
-    return Decimal(found[0 if mark else -1].replace(",", "")) if found else None
+    return Decimal(found[0 if mark else -1].replace(",", "").replace("\u2212", "-")) if found else None
 
 
 def is_one_number(text: str) -> bool:
