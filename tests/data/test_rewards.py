@@ -114,6 +114,27 @@ def test_a_function_of_the_users_gets_texts_prompts_and_columns(tmp_path: Path) 
     assert scorer(asked())[:, 1].tolist() == [6, 7, 8]
 
 
+@pytest.mark.parametrize("names", ["prompts, completions, answer, **columns", "completions, **columns"])
+def test_a_function_may_have_answers_and_prompts_in_any_order(names: str, tmp_path: Path) -> None:
+    body = f"def reward({names}):\n    return [float(text.startswith('text')) for text in completions]\n"
+    assert Scorer(own(tmp_path, body))(asked()).tolist() == [[1.0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("texts, prompts, **columns", "missing a required argument: 'texts'"),
+        ("completions, prompts, answer", "got an unexpected keyword argument 'level'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_told_by_which_names_it_is(names: str, said: str, tmp_path: Path) -> None:
+    scorer = Scorer(own(tmp_path, f"def reward({names}):\n    return [1.0] * len(prompts)\n"))
+    with pytest.raises(UserError) as caught:
+        scorer(asked())
+    assert f"called with `completions`, `prompts`, `answer`, `level`: {said}" in caught.value.what
+    assert "**columns" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("result", "said"),
     [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import math
 import re
@@ -302,15 +303,28 @@ class Scorer:
         assert self._own is not None
         name = self.names[-1]
         known = dict.fromkeys(key for answer in answers for key in answer.columns)
-        columns = {key: [answer.columns.get(key) for answer in answers] for key in known}
+        columns: dict[str, list[Any]] = {key: [answer.columns.get(key) for answer in answers] for key in known}
         if taken := [key for key in ("completions", "prompts") if key in known]:
             raise UserError(
                 f"the reward `{name}` is given answers and prompts as `completions` and `prompts`, and the rows have a "
                 f"column `{taken[0]}`, too",
                 f"rename the column, or leave it out: 'data.ignore=[{taken[0]}]'",
             )
+        # By name, as TRL does: its users write `prompts` first, or leave them to `**columns`.
+        columns = {
+            "completions": [each.text for each in answers],
+            "prompts": [each.prompt for each in answers],
+            **columns,
+        }
         try:
-            found = self._own([each.text for each in answers], [each.prompt for each in answers], **columns)
+            inspect.signature(self._own).bind(**columns)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"the reward `{name}` cannot be called with {', '.join(f'`{key}`' for key in columns)}: {error}",
+                "give it parameters of these names, and **columns for those that it does not read",
+            ) from None
+        try:
+            found = self._own(**columns)
         except (Exception, SystemExit) as error:  # Of a file that is a program, too.
             raise _wrong(name, answers[0], f"raises {in_a_line(error)}", "one of") from error
         scores = found.tolist() if hasattr(found, "tolist") else found  # Of arrays and tensors.
