@@ -120,6 +120,20 @@ def test_a_function_may_have_answers_and_prompts_in_any_order(names: str, tmp_pa
     assert Scorer(own(tmp_path, body))(asked()).tolist() == [[1.0]] * 3
 
 
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+def test_a_file_of_ones_own_is_a_module_like_any(future: str, tmp_path: Path) -> None:
+    """With annotations as it says itself, data classes, and functions that other processes can run."""
+    body = (
+        f"{future}import pickle\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Found:\n    score: float = 2.0\n\n"
+        "def one(text): return Found().score\n\n"
+        "def reward(completions, **columns):\n"
+        f"    assert isinstance(Found.__annotations__['score'], {'str' if future else 'type'})\n"
+        "    return [pickle.loads(pickle.dumps(one))(text) for text in completions]\n"
+    )
+    assert Scorer(own(tmp_path, body))(asked()).tolist() == [[2.0]] * 3
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [

@@ -14,12 +14,14 @@ import inspect
 import json
 import math
 import re
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,8 @@ from toolkit.recipe.reinforcement import (
     Rewards,
 )
 
+_MODULE = "own_rewards"
+"""What the user's own file is called as a module."""
 ANSWER = "answer"
 """What a reference is called among the columns of a row."""
 _SHOWN = 200
@@ -366,9 +370,13 @@ def _source(key: str, path: str) -> bytes:
 def _function(rewards: Rewards) -> Callable[..., Any]:
     """The user's own function, from a file that may run."""
     assert rewards.file and rewards.trust_python, "code runs only where the recipe says so"
-    names: dict[str, Any] = {"__name__": "rewards", "__file__": rewards.file}
+    module = ModuleType(_MODULE)
+    module.__file__ = rewards.file
+    # Where data classes look for what their annotations name, and pickle for what other processes are to run.
+    sys.modules[_MODULE] = module
+    names = vars(module)
     try:
-        exec(compile(_source("rewards.file", rewards.file), rewards.file, "exec"), names)
+        exec(compile(_source("rewards.file", rewards.file), rewards.file, "exec", dont_inherit=True), names)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
