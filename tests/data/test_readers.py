@@ -111,15 +111,17 @@ def test_a_row_is_an_object(value: Any, what: str, tmp_path: Path) -> None:
         assert f"holds a single {what}" in refused(tmp_path / "b.json", json.dumps(value))
 
 
-def test_places_of_rows(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_places_of_rows(name: str, mark: str, tmp_path: Path) -> None:
+    path = tmp_path / name
     texts = {
         "lines": ('{"a": 1}\n\n{"a": 2}\n', [":1", ":3"]),
         "spread": ('{\n  "a": 1\n}\n\n{\n  "a": 2\n}\n{\n"a": 3}', [":1", ":5", ":8"]),
         "array": ('[{"a": 1},\n {"a": 2}]', [" row 1", " row 2"]),
     }
     for text, places in texts.values():
-        path.write_text(text)
+        path.write_text(mark + text, encoding="utf-8")
         rows = list(read(path))
         assert [place for place, _ in rows] == [f"{path}{place}" for place in places]
         assert [row["a"] for _, row in rows] == list(range(1, len(places) + 1))

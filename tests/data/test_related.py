@@ -6,14 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_fixtures import plain_tokenizer
 
 from toolkit.common import UserError
+from toolkit.data.encode import Encoder
 from toolkit.data.recognition import recognise
 from toolkit.data.related import Texts, key_of
 from toolkit.data.rows import Related, from_json, sides, to_json
 from toolkit.data.task import Task, is_empty
+from toolkit.data.tokenization import Chunker
 from toolkit.recipe.data import Source
 from toolkit.recipe.embedding import Embedding
+
+PROMPTS = {"query_prompt": "q: ", "document_prompt": "d: "}
 
 
 def read(row: dict[str, Any], source: dict[str, Any] | None = None, **settings: Any) -> Related:
@@ -73,10 +78,19 @@ def test_pairs_have_scores_or_none() -> None:
 
 
 def test_prompts_stand_before_their_texts() -> None:
-    texts = read(
-        {"anchor": "a", "positive": "b", "negative": "c"}, negatives=1, query_prompt="q: ", document_prompt="d: "
-    )
-    assert texts.texts == ["q: a", "d: b", "d: c"]
+    row = read({"anchor": "a", "positive": "b", "negative": "c"}, negatives=1, **PROMPTS)
+    assert [side.text.text for side in sides(row)] == ["q: a", "d: b", "d: c"]  # type: ignore[union-attr]
+
+
+def test_what_is_empty_or_equal_is_so_whatever_prompt_stands_before_it() -> None:
+    task = Task("embedding", "auto", False)
+    assert is_empty(read({"anchor": "", "positive": "b"}, **PROMPTS), task)
+    assert is_empty(read({"sentence1": "a", "sentence2": None, "score": 1}, loss="cosent", **PROMPTS), task)
+    encode = Chunker(Encoder(plain_tokenizer(), "auto", frozenset()), 32, "truncate")
+    rows = [("what is it", "who said so"), ("who said so", "what is it"), ("one and the same", "one and the same")]
+    (one,), (other,), (equal,) = encode([(read({"anchor": a, "positive": b}, **PROMPTS), "x") for a, b in rows])
+    assert one["keys"] == other["keys"][::-1] and not one["equal"] and one["trained"] == 2
+    assert equal["equal"] and not equal["trained"]
 
 
 def test_negatives_that_are_empty_are_none() -> None:

@@ -33,6 +33,15 @@ def score(reward: dict[str, Any], text: str, reference: str = "", tokens: int = 
         ({"numeric": True}, "It is 7, not 8", "7", 0),
         ({"numeric": True}, "none", "7", 0),
         ({"numeric": True}, "7", "none", 0),
+        ({"numeric": True}, "It is .5", "0.5", 1),
+        ({"numeric": True}, "It is .5", "5", 0),
+        ({"numeric": True}, "x = \u22125", "-5", 1),
+        ({"numeric": True}, "x = \u22125", "5", 0),
+        ({"numeric": True}, "so x = 9 \u2212 5", "5", 1),
+        ({"numeric": True}, "so 2.5e-3, or 1,000E+2", "100000", 1),
+        ({"numeric": True}, "It is 0.00001", str(0.00001), 1),
+        ({"numeric": True}, "It is 5", str(0.00001), 0),
+        ({"numeric": True}, "Room 5e is 1e9999999", "9999999", 1),
         ({"numeric": {"tolerance": 0.01}}, "3.14", "3.1416", 1),
         ({"numeric": {"tolerance": 0.0001}}, "3.14", "3.1416", 0),
         ({"numeric": {"tag": "answer"}}, "<answer>7</answer> of 9", "7", 1),
@@ -103,6 +112,41 @@ def test_a_function_of_the_users_gets_texts_prompts_and_columns(tmp_path: Path) 
     scorer = Scorer(own(tmp_path, body, function_weight=0.5, length={"max_tokens": 1}))
     assert scorer.names == ["length", "reward"] and scorer.weights.tolist() == [1.0, 0.5]
     assert scorer(asked())[:, 1].tolist() == [6, 7, 8]
+
+
+@pytest.mark.parametrize("names", ["prompts, completions, answer, **columns", "completions, **columns"])
+def test_a_function_may_have_answers_and_prompts_in_any_order(names: str, tmp_path: Path) -> None:
+    body = f"def reward({names}):\n    return [float(text.startswith('text')) for text in completions]\n"
+    assert Scorer(own(tmp_path, body))(asked()).tolist() == [[1.0]] * 3
+
+
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+def test_a_file_of_ones_own_is_a_module_like_any(future: str, tmp_path: Path) -> None:
+    """With annotations as it says itself, data classes, and functions that other processes can run."""
+    body = (
+        f"{future}import pickle\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Found:\n    score: float = 2.0\n\n"
+        "def one(text): return Found().score\n\n"
+        "def reward(completions, **columns):\n"
+        f"    assert isinstance(Found.__annotations__['score'], {'str' if future else 'type'})\n"
+        "    return [pickle.loads(pickle.dumps(one))(text) for text in completions]\n"
+    )
+    assert Scorer(own(tmp_path, body))(asked()).tolist() == [[2.0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("texts, prompts, **columns", "missing a required argument: 'texts'"),
+        ("completions, prompts, answer", "got an unexpected keyword argument 'level'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_told_by_which_names_it_is(names: str, said: str, tmp_path: Path) -> None:
+    scorer = Scorer(own(tmp_path, f"def reward({names}):\n    return [1.0] * len(prompts)\n"))
+    with pytest.raises(UserError) as caught:
+        scorer(asked())
+    assert f"called with `completions`, `prompts`, `answer`, `level`: {said}" in caught.value.what
+    assert "**columns" in str(caught.value)
 
 
 @pytest.mark.parametrize(

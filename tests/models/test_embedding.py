@@ -109,6 +109,21 @@ def test_what_belongs_to_an_anchor_is_no_negative_of_it() -> None:
         assert losses[row].item() == pytest.approx(-math.log(own / sum(weights)), rel=1e-9), row
 
 
+def test_a_positive_of_the_same_anchor_is_known_wherever_it_stands() -> None:
+    """Rows 0 and 1 ask the same; the positive of row 1 is that of row 2, too, and a negative of row 3."""
+    vectors, keys = drawn(4, 3)
+    keys[1, 0], keys[2, 1], keys[3, 2] = keys[0, 0], keys[1, 1], keys[1, 1]
+    vectors[2, 1] = vectors[3, 2] = vectors[1, 1] = vectors[0, 0]
+    losses, _ = losses_and_gradient(settings(negatives=1), vectors, keys, torch.zeros(4))
+    candidates = [(0, 1), (3, 1), (0, 2), (1, 2), (2, 2)]
+    weights = [math.exp(20 * float(vectors[0, 0] @ vectors[place])) for place in candidates]
+    assert losses[0].item() == pytest.approx(-math.log(weights[0] / sum(weights)), rel=1e-9)
+    assert ranks(vectors, keys)[0] == 1 + sum(weight >= weights[0] for weight in weights[1:])
+    # The text that belongs to anchor 0 comes first among the rows where it does not.
+    order = [2, 3, 0, 1]
+    assert ranks(vectors[order], keys[order])[2] == ranks(vectors, keys)[0]
+
+
 def test_places_are_counted_among_different_texts() -> None:
     anchors = torch.eye(3, dtype=torch.float64)
     near = F.normalize(torch.tensor([[1.0, 0.1, 0], [0, 1, 0.1], [0.9, 0, 1]], dtype=torch.float64), dim=-1)

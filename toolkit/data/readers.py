@@ -146,11 +146,20 @@ def _unpacked(file: io.BufferedReader, path: Path) -> bytes:
     return whole.getvalue()
 
 
-def _jsonl(path: Path) -> Iterator[RawRow]:
+def _head(path: Path) -> bytes:
     with _open(path) as file:
-        head = file.peek(64).lstrip()
+        return file.peek(64).lstrip()
+
+
+def _jsonl(path: Path) -> Iterator[RawRow]:
+    yield from _json(path) if _head(path).startswith(b"[") else _objects(path)
+
+
+def _objects(path: Path) -> Iterator[RawRow]:
+    """Objects that follow each other."""
+    head = _head(path)
     is_spread = head.startswith(b"{") and not head.partition(b"\n")[0].strip(b"{ \r")
-    yield from _json(path) if head.startswith(b"[") else _spread(path) if is_spread else _lines(path)
+    yield from _spread(path) if is_spread else _lines(path)
 
 
 def _lines(path: Path) -> Iterator[RawRow]:
@@ -186,7 +195,7 @@ def _json(path: Path) -> Iterator[RawRow]:
     except UserError as error:
         if getattr(error.__cause__, "msg", "") != "Extra data":
             raise
-        yield from _lines(path)  # one object per line in a file that should be called .jsonl
+        yield from _objects(path)  # in a file that should be called .jsonl
         return
     if isinstance(value, dict):
         value = value["data"] if isinstance(value.get("data"), list) else [_single(value, path)]

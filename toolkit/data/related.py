@@ -114,14 +114,14 @@ def form_of(settings: Embedding) -> str:
 
 
 def read_related(row: Mapping[str, Any], where: str, settings: Embedding) -> Related:
-    """Texts, each with its prompt, and their score where the loss reads one.
+    """Texts with what is put before them, and their score where the loss reads one.
 
     Raises:
         UserError: A text is none, there are too few negatives, or the score is no number.
     """
     if settings.loss == COSENT:
         both = [_text(row, name, where) for name in FORMATS["scored"][0][:2]]
-        return Related(_prompted(both, settings), _score(row, where))
+        return Related(both, _score(row, where), *_prompts(settings))
     texts = [_text(row, name, where) for name in FORMATS["related"][0]]
     negatives = [each for name in _NEGATIVES if name in row for each in _listed(row[name])]
     if not all(isinstance(each, str) for each in negatives):
@@ -131,7 +131,7 @@ def read_related(row: Mapping[str, Any], where: str, settings: Embedding) -> Rel
             f"{where} has {len(negatives)} negatives, and embedding.negatives asks for {settings.negatives}",
             f"set embedding.negatives={len(negatives)}, or complete the row",
         )
-    return Related(_prompted([*texts, *negatives[: settings.negatives]], settings))
+    return Related([*texts, *negatives[: settings.negatives]], None, *_prompts(settings))
 
 
 def is_empty_related(row: Related) -> bool:
@@ -144,9 +144,8 @@ def key_of(ids: Sequence[int]) -> int:
     return xxhash.xxh3_64_intdigest(np.asarray(ids, np.int64).tobytes()) >> 1
 
 
-def _prompted(texts: list[str], settings: Embedding) -> list[str]:
-    first, *others = texts
-    return [(settings.query_prompt or "") + first, *((settings.document_prompt or "") + each for each in others)]
+def _prompts(settings: Embedding) -> tuple[str, str]:
+    return settings.query_prompt or "", settings.document_prompt or ""
 
 
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import math
 import re
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -38,13 +41,18 @@ from toolkit.recipe.reinforcement import (
     Rewards,
 )
 
+_MODULE = "own_rewards"
+"""What the user's own file is called as a module."""
 ANSWER = "answer"
 """What a reference is called among the columns of a row."""
 _SHOWN = 200
 """Characters of an answer in an error."""
 FULL = 1.0 - 1e-9
 """From here on a score of a built-in reward is a full one."""
-_NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.)])\.\d+)(?:[eE][+-]?\d{1,3}(?!\w))?"
+)
+"""Also `.5`, Unicode's minus, and `1e-05`, as Python writes 0.00001."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def number_in(text: str) -> Decimal | None:
     """
     before, mark, marked = text.rpartition("####")
     found = _NUMBER.findall(marked if mark else before or marked)
-    return Decimal(found[0 if mark else -1].replace(",", "")) if found else None
+    return Decimal(found[0 if mark else -1].replace(",", "").replace("\u2212", "-")) if found else None
 
 
 def is_one_number(text: str) -> bool:
@@ -299,15 +307,28 @@ class Scorer:
         assert self._own is not None
         name = self.names[-1]
         known = dict.fromkeys(key for answer in answers for key in answer.columns)
-        columns = {key: [answer.columns.get(key) for answer in answers] for key in known}
+        columns: dict[str, list[Any]] = {key: [answer.columns.get(key) for answer in answers] for key in known}
         if taken := [key for key in ("completions", "prompts") if key in known]:
             raise UserError(
                 f"the reward `{name}` is given answers and prompts as `completions` and `prompts`, and the rows have a "
                 f"column `{taken[0]}`, too",
                 f"rename the column, or leave it out: 'data.ignore=[{taken[0]}]'",
             )
+        # By name, as TRL does: its users write `prompts` first, or leave them to `**columns`.
+        columns = {
+            "completions": [each.text for each in answers],
+            "prompts": [each.prompt for each in answers],
+            **columns,
+        }
         try:
-            found = self._own([each.text for each in answers], [each.prompt for each in answers], **columns)
+            inspect.signature(self._own).bind(**columns)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"the reward `{name}` cannot be called with {', '.join(f'`{key}`' for key in columns)}: {error}",
+                "give it parameters of these names, and **columns for those that it does not read",
+            ) from None
+        try:
+            found = self._own(**columns)
         except (Exception, SystemExit) as error:  # Of a file that is a program, too.
             raise _wrong(name, answers[0], f"raises {in_a_line(error)}", "one of") from error
         scores = found.tolist() if hasattr(found, "tolist") else found  # Of arrays and tensors.
@@ -349,9 +370,13 @@ def _source(key: str, path: str) -> bytes:
 def _function(rewards: Rewards) -> Callable[..., Any]:
     """The user's own function, from a file that may run."""
     assert rewards.file and rewards.trust_python, "code runs only where the recipe says so"
-    names: dict[str, Any] = {"__name__": "rewards", "__file__": rewards.file}
+    module = ModuleType(_MODULE)
+    module.__file__ = rewards.file
+    # Where data classes look for what their annotations name, and pickle for what other processes are to run.
+    sys.modules[_MODULE] = module
+    names = vars(module)
     try:
-        exec(compile(_source("rewards.file", rewards.file), rewards.file, "exec"), names)
+        exec(compile(_source("rewards.file", rewards.file), rewards.file, "exec", dont_inherit=True), names)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

@@ -120,10 +120,14 @@ class Related:
 
     Attributes:
         score: Higher for what is nearer; of anchors and positives there is none.
+        query_prompt: What is put before the first text.
+        document_prompt: The same of all others.
     """
 
     texts: list[str]
     score: float | None = None
+    query_prompt: str = ""
+    document_prompt: str = ""
 
 
 Single = Text | Completion | Chat | Pair | Segments | Tokens | Labelled | Tagged
@@ -166,7 +170,8 @@ def sides(row: Row) -> tuple[Single, ...]:
     if isinstance(row, Prompted):
         return (row.asked,)
     if isinstance(row, Related):
-        return tuple(Labelled(Text(text), None, "") for text in row.texts)
+        prompts = [row.query_prompt, *[row.document_prompt] * (len(row.texts) - 1)]
+        return tuple(Labelled(Text(prompt + text), None, "") for prompt, text in zip(prompts, row.texts, strict=True))
     return (row.answer,) if isinstance(row, Judged) else (row,)
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,14 +94,16 @@ class Chunker:
             (row, [_named(self.encoder.rendered, side, side, where) for side in sides(row)], where)
             for row, where in rows
         ]
-        encoded = ((row, [_named(self.encoder, text, row, where) for text in texts]) for row, texts, where in rendered)
-        return [self._encoded(row, *both) for row, both in encoded]
+        encoded = (
+            (row, where, [_named(self.encoder, text, row, where) for text in texts]) for row, texts, where in rendered
+        )
+        return [self._encoded(row, where, *both) for row, where, both in encoded]
 
-    def _encoded(self, row: Row, *both: Encoded) -> list[dict[str, Any]]:
+    def _encoded(self, row: Row, where: str, *both: Encoded) -> list[dict[str, Any]]:
         if isinstance(row, Preference):
             return [self._pair(type(row.chosen).__name__, *both)]
         if isinstance(row, Related):
-            return [self._related(row, both)]
+            return [self._related(row, both, where)]
         return [self._labelled(row, *both)] if isinstance(row, Labelled | Tagged) else self._chunks(row, *both)
 
     def _labelled(self, row: Labelled | Tagged, encoded: Encoded) -> dict[str, Any]:
@@ -124,12 +126,21 @@ class Chunker:
         kept = closing(self.encoder.tokenizer)
         return [*values[: self.seq_len - kept], *values[len(values) - kept :]]
 
-    def _related(self, row: Related, encoded: Sequence[Encoded]) -> dict[str, Any]:
+    def _related(self, row: Related, encoded: Sequence[Encoded], where: str) -> dict[str, Any]:
         """Texts behind each other, each cut to length by itself; an anchor that is its own positive is not trained."""
         whole = [each.input_ids for each in encoded]
         cuts = self.over_long == "truncate"
-        ids = [self._cut(each) if cuts and len(each) > self.seq_len else each for each in whole]
-        equal = row.score is None and ids[0] == ids[1]
+
+        def kept(given: list[int]) -> list[int]:
+            return self._cut(given) if cuts and len(given) > self.seq_len else given
+
+        ids = [*map(kept, whole)]
+        anchor, *keys = map(key_of, ids)
+        if row.query_prompt != row.document_prompt:
+            # Known by what its text would be among the others, where the same words have another prompt.
+            alike = sides(replace(row, query_prompt=row.document_prompt))[0]
+            anchor = key_of(kept(_named(self.encoder, alike, row, where).input_ids))
+        equal = row.score is None and anchor == keys[0]
         flat = [token for each in ids for token in each]
         return _EMPTY_COLUMNS | {
             "kind": type(row).__name__,
@@ -144,7 +155,7 @@ class Chunker:
             "prompt_lost": False,
             "equal": equal,
             "cut": sum(len(each) > self.seq_len for each in whole) if cuts else 0,
-            "keys": [*map(key_of, ids)],
+            "keys": [anchor, *keys],
             "score": row.score or 0.0,
         }
 

@@ -114,12 +114,13 @@ def ranking(vectors: torch.Tensor, keys: torch.Tensor, temperature: float, rows:
 
 def known_positives(keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """(len(rows), candidates) candidates that are no negatives of an anchor, its own positive left out: the same text
-    as its positive or as itself, and the positives of rows with the same anchor."""
-    count = len(keys)
+    as itself, or as the positive of any row with the same anchor."""
     candidates = torch.cat([keys[:, 1], keys[:, 2:].flatten()])
-    anchors, positives = keys[rows, :1], keys[rows, 1:2]
-    known = (candidates == positives) | (candidates == anchors)
-    known[:, :count] |= keys[:, 0] == anchors
+    _, texts = torch.unique(candidates, return_inverse=True)
+    places, alike = (keys[rows, :1] == keys[:, 0]).nonzero(as_tuple=True)
+    belongs = torch.zeros(len(rows), int(texts.max()) + 1, dtype=torch.bool, device=keys.device)
+    belongs[places, texts[alike]] = True
+    known = belongs[:, texts] | (candidates == keys[rows, :1])
     known[torch.arange(len(rows), device=rows.device), rows] = False
     return known
 

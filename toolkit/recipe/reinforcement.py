@@ -150,8 +150,8 @@ class Rewards(Section):
     file: Place | None = None
     """Python file with a function of your own, which is run as it is: it takes `trust_python`."""
     function: str = "reward"
-    """Name of the function: `def reward(completions, prompts, **columns) -> list[float]`. It gets the texts of answers
-    and prompts, and each column of their rows as a list, the reference as `answer`."""
+    """Name of the function: `def reward(completions, prompts, **columns) -> list[float]`. It gets, by
+    name, the texts of answers and prompts, and each column of their rows as a list, the reference as `answer`."""
     function_weight: float = 1.0
     """What it counts in the sum."""
     trust_python: bool = False
