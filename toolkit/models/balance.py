@@ -1,7 +1,7 @@
 """The balance of a mixture's routers, of text alone.
 
 Transformers' code leaves out what a mask of attention hides. Rows that lie end to end, or that are packed, have no such
-mask, as padding is a document of its own there: without a word it would be balanced like text, all of it the same token.
+mask, as padding is a document of its own there: it would be balanced like text, all of it the same token.
 """
 
 from __future__ import annotations
