@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from toolkit.models import pipeline
 from toolkit.models.routing import Load, Routing
 
 
@@ -67,3 +72,36 @@ def test_the_load_of_processes_is_that_of_all_their_experts() -> None:
 
 def test_a_model_without_experts_has_none_to_count() -> None:
     assert not Routing(torch.nn.Linear(2, 2))
+
+
+def count_in_stage(rank: int, layers: tuple[int, int], store: str, answers: Any) -> None:
+    """What a process of a pipeline of two counts, which has so many layers of a mixture."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    pipeline.chain_processes(2)
+    model = mixture()
+    model.model.layers = model.model.layers[: layers[rank]]
+    routing = Routing(model)
+    routing.begin(torch.device("cpu"))
+    asked = bool(routing)
+    for layer in model.model.layers:
+        chosen = torch.full((6, 2), rank) + torch.arange(2)
+        for hook in layer.mlp.experts._forward_pre_hooks.values():
+            hook(layer.mlp.experts, (None, chosen))
+    answers.put((asked, routing.take()))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layers", [(0, 2), (1, 2)])
+def test_processes_of_a_pipeline_count_their_own_layers(layers: tuple[int, int], tmp_path: Path) -> None:
+    """Of which some have no experts, and all are one model's."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    started = [
+        context.Process(target=count_in_stage, args=(rank, layers, str(tmp_path / "store"), answers), daemon=True)
+        for rank in range(2)
+    ]
+    for each in started:
+        each.start()
+    found = [answers.get(timeout=60) for _ in started]
+    # In each layer two of eight experts meet six tokens each.
+    assert found == [(True, Load(most=4, worst=4, idle=0.75, process=None))] * 2

@@ -49,7 +49,8 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
         return False
     embeddings = base.get_input_embeddings()
     batch = collator([TWO_DOCUMENTS])
-    del batch["labels"], batch["label_positions"]
+    for name in ("labels", "label_positions", "text_mask"):
+        batch.pop(name, None)
     device = device or embeddings.weight.device
     batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
     embedded: list[torch.Tensor] = []
@@ -85,6 +86,9 @@ class Collator:
             every layer a wait for the device.
         pairs: as `padded`, for encoder-decoder rows: `labels` (B, longest target) have a length of their own, and the
             model shifts them into decoder inputs itself.
+
+    Where padding is a document of its own, there is `text_mask` (as `input_ids`, False for padding), which models do
+    not get: routers of mixtures are balanced by text alone.
 
     All have `label_positions`: those in the flattened batch whose next token is trained, a multiple of `_POSITIONS` of
     them, filled up with the last one, which has none; of `pairs` those that are trained. The output head needs no
@@ -139,6 +143,8 @@ class Collator:
             return batch | self.mask(ids, guessed=self.layout == "pairs")
         pads = [batch["labels"].shape[1] - len(row) for row in ids]
         lengths = [np.append(each, pad) if pad else each for each, pad in zip(lengths, pads, strict=True)]
+        if any(pads):
+            batch["text_mask"] = self.padded([np.ones_like(row) for row in ids], 0).bool()
         batch["position_ids"] = torch.from_numpy(np.stack([_positions(each) for each in lengths]))
         if self.layout == "packed":
             batch["use_cache"] = False

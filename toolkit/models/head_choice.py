@@ -17,6 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.data.collate import Collator
 from toolkit.data.encode import IGNORE
+from toolkit.models.balance import of_text
 from toolkit.models.output_head import HeadChoice, OutputHead, at, from_logits
 from toolkit.models.pair_head import PairHead
 from toolkit.models.tiny import VOCABULARY, tiny_model
@@ -129,7 +130,8 @@ def compare(
     model.eval()
     try:
         with torch.no_grad():
-            own = model(**inputs)
+            with of_text(batch.get("text_mask")):
+                own = model(**inputs)
             largest = own.logits.abs().max().item()
             own.logits = at(own.logits, batch["label_positions"])
             wanted = from_logits(own, following, head.temperature)

@@ -20,6 +20,7 @@ from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput
 
 from toolkit.data.encode import IGNORE
+from toolkit.models.balance import leave_out_padding, of_text
 from toolkit.models.fused_head import scoring
 
 
@@ -68,6 +69,7 @@ class OutputHead:
         forward = model.forward
         # TRL would pick positions by a mask on GPUs, and wait for their number; here they have been picked.
         trl_utils._use_triton = lambda device: False
+        leave_out_padding(model)
 
         # `generate` checks its arguments against the original signature.
         @functools.wraps(type(model).forward)
@@ -77,11 +79,13 @@ class OutputHead:
             fused_lm_head: bool = False,
             labels: Any = None,
             label_positions: torch.Tensor | None = None,
+            text_mask: torch.Tensor | None = None,
             **kwargs: Any,
         ) -> Any:
             if not fused_lm_head:
                 return forward(*args, labels=labels, **kwargs)
-            return self._score(functools.partial(forward, *args, **kwargs), module, labels, label_positions)
+            with of_text(text_mask):
+                return self._score(functools.partial(forward, *args, **kwargs), module, labels, label_positions)
 
         model.forward = types.MethodType(scored, model)
 
@@ -112,7 +116,7 @@ class OutputHead:
 
     def plain(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What of a batch the model's own forward takes."""
-        return {key: batch[key] for key in batch if key not in ("labels", "label_positions")}
+        return {key: batch[key] for key in batch if key not in ("labels", "label_positions", "text_mask")}
 
     def following(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Labels (1, positions) of what is scored."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.models import expert_parallel
+from toolkit.models.pipeline import piped, pipeline_group
 
 
 @torch.library.custom_op("toolkit::count_experts", mutates_args=("counts",))
@@ -77,18 +78,36 @@ class Routing:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = list(_experts(model))
+        self._experts = [count for _, count in self._modules]
         self._counts: torch.Tensor | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is anything to count."""
-        return bool(self._modules)
+        """Whether there is anything to count; in a pipeline, on any of its processes, once all have begun."""
+        return bool(self._experts)
 
     def begin(self, device: torch.device) -> None:
-        """Starts counting on the device on which the model is."""
-        widest = max(count for _, count in self._modules)
-        self._counts = torch.zeros((len(self._modules), widest), dtype=torch.int64, device=device)
-        for (module, _), counts in zip(self._modules, self._counts, strict=True):
+        """Starts counting on the device on which the model is. All processes call this."""
+        first = 0
+        if piped() > 1:
+            first = self._place_among_stages(device)
+        if not self._experts:
+            return
+        self._counts = torch.zeros((len(self._experts), max(self._experts)), dtype=torch.int64, device=device)
+        for (module, _), counts in zip(self._modules, self._counts[first:], strict=False):
             module.register_forward_pre_hook(_counting(counts))
+
+    def _place_among_stages(self, device: torch.device) -> int:
+        """Notes the layers of all processes of a pipeline, of which each has others or none; returns the first of this
+        one."""
+        own = torch.tensor([len(self._modules)], device=device)
+        layers = own.new_empty(piped())
+        dist.all_gather(list(layers.split(1)), own, group=pipeline_group())
+        first = int(layers[: dist.get_rank(pipeline_group())].sum())
+        experts = own.new_zeros(int(layers.sum()))
+        experts[first : first + len(self._modules)] = torch.tensor(self._experts, dtype=torch.int64, device=device)
+        dist.all_reduce(experts, group=pipeline_group())
+        self._experts = experts.tolist()
+        return first
 
     def take(self) -> Load | None:
         """What there was since this was last called. All processes call this; the device is waited for."""
@@ -99,7 +118,7 @@ class Routing:
         counts.zero_()
         if dist.is_initialized():
             dist.all_reduce(total)
-        by_layer = [row[:count] for row, (_, count) in zip(total.tolist(), self._modules, strict=True)]
+        by_layer = [row[:count] for row, count in zip(total.tolist(), self._experts, strict=True)]
         return Load.of(by_layer, expert_parallel.dividing())
 
 

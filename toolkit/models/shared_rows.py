@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 
 from toolkit.common import UserError
+from toolkit.models import balance as balances
 from toolkit.models.attention import VARLEN
 
 Attention = Callable[..., tuple[Any, None]]
 """An attention function of Transformers."""
 _GROUP: dict[str, Any] = {}
-_BALANCE = "load_balancing_loss_func"
 
 
 def group_processes(way: str, size: int, apart: int = 1) -> Any:
@@ -90,17 +90,13 @@ def share_balance(model: Any, key: str) -> None:
     Raises:
         UserError: If it computes that in another way than Transformers' models do.
     """
-    from transformers.models.mixtral import modeling_mixtral
-
-    # Theirs for all mixtures is Mixtral's where the fused head scores, and the model's own elsewhere.
-    own = sys.modules[type(model).__module__]
-    if not hasattr(own, _BALANCE):
+    if not hasattr(sys.modules[type(model).__module__], balances.FUNCTION):
         raise UserError(
             f"with {key} the balance loss of a {model.config.model_type} would be that of parts of rows",
             f"remove {key}",
         )
-    for code in {modeling_mixtral, own}:
-        setattr(code, _BALANCE, _of_rows(getattr(code, _BALANCE)))
+    for code in balances.modules_of(model):
+        setattr(code, balances.FUNCTION, _of_rows(getattr(code, balances.FUNCTION)))
 
 
 def _of_rows(balance: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,6 +104,10 @@ def _of_rows(balance: Callable[..., Any]) -> Callable[..., Any]:
     def gathered(routed: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
         # Every process scores the whole rows, and the gradients of their parts are summed over as many.
         whole = (collectives.all_gather_single_autograd(each, 0, group()) for each in routed)
-        return balance(tuple(whole), *args, **kwargs)
+        mask = balances.text_mask()
+        if mask is not None:
+            mask = collectives.all_gather_tensor(mask.flatten().float(), 0, group())
+        with balances.of_text(mask):
+            return balance(tuple(whole), *args, **kwargs)
 
     return gathered

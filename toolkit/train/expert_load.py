@@ -21,8 +21,7 @@ class ExpertLoad(TrainerCallback):
         self._load: Load | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._routing:
-            self._routing.begin(self._trainer.args.device)
+        self._routing.begin(self._trainer.args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.row_at_once = self._trainer.row_at_once or bool(self._routing)
