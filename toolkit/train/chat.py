@@ -29,9 +29,9 @@ from toolkit.train.export import (
     load_trained,
     no_text,
     on_device,
+    positions_left,
     read_audit,
     refuse_head,
-    refuse_longer,
     take_any_bytes,
 )
 
@@ -78,9 +78,12 @@ class Speaker:
         """
         turn = [*self._messages, {"role": "user", "content": prompt}]
         ids, said = self._prompt_ids(turn), list[str]()
-        refuse_longer(
-            self._model, ids, max_new_tokens, f"{self.name}: the conversation", "begin anew with /reset, or take"
-        )
+        if (left := positions_left(self._model, ids)) < max_new_tokens:
+            raise UserError(
+                f"{self.name}: the conversation has {len(ids):,} tokens, with an answer of {max_new_tokens:,} more "
+                f"than the {len(ids) + left:,} that the model reads",
+                "begin anew with /reset, or take a smaller --max-new-tokens",
+            )
 
         def hear(piece: str) -> None:
             said.append(piece)

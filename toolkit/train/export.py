@@ -136,30 +136,23 @@ def answer_prompts(
 
     for prompt in prompts or _typed(run.name):
         ids = as_prompt(tokenizer, prompt, audit, stops, recipe.data.chat_template_kwargs)
-        try:
-            refuse_longer(model, ids, max_new_tokens, "the prompt", "shorten it, or take")
-        except UserError as error:
+        if (left := positions_left(model, ids)) < 1:
+            error = UserError(
+                f"the prompt has {len(ids):,} tokens, and the model reads {len(ids) + left:,}", "shorten it"
+            )
             if prompts:
-                raise
+                raise error
             print(error)
             continue
-        texts = answer(model, tokenizer, [ids], max_new_tokens, stops, dtypes(recipe).autocast, sample)
+        texts = answer(model, tokenizer, [ids], min(max_new_tokens, left), stops, dtypes(recipe).autocast, sample)
         print(on_screen(printable(texts[0]), PAGED), flush=True)
 
 
-def refuse_longer(model: Any, ids: Sequence[int], max_new_tokens: int, what: str, change: str) -> None:
-    """Refuses a prompt that has, with its answer, more tokens than the model reads.
-
-    Raises:
-        UserError: It has.
-    """
+def positions_left(model: Any, ids: Sequence[int]) -> int:
+    """How many tokens a model reads behind these: GPT-2 has no embeddings for more, others would go on without
+    sense, and without end. As good as endless for encoder-decoders, which write elsewhere."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most and not model.config.is_encoder_decoder and len(ids) + max_new_tokens > most:
-        raise UserError(
-            f"{what} has {len(ids):,} tokens, with an answer of {max_new_tokens:,} more than the {most:,} that the "
-            "model reads",
-            f"{change} a smaller --max-new-tokens",
-        )
+    return most - len(ids) if most and not model.config.is_encoder_decoder else sys.maxsize
 
 
 def read_audit(run: Path) -> Audit:
