@@ -307,7 +307,10 @@ def main() -> int:
     machine, texts = once_measured(this_machine()), [text.lower() for text in options.only]
     device = machine.device
     on_gpu = device.kind != "cpu"
-    jobs = [job for job in (CUDA_JOBS if on_gpu else CPU_JOBS) if any(text in job.name.lower() for text in texts)]
+    every = CUDA_JOBS if on_gpu else CPU_JOBS
+    jobs = [job for job in every if any(text in job.name.lower() for text in texts)]
+    if not jobs:
+        parser.error(f"--only {' '.join(options.only)} is in no job's name: {'; '.join(job.name for job in every)}")
     fastest = machine.precisions[0]
     jobs = [dataclasses.replace(job, precision=job.precision.replace("auto", fastest)) for job in jobs]
     about = {"device": device.title, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
