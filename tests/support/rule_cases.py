@@ -648,10 +648,13 @@ CASES = [
     ("rewards-none", ["objective=grpo"], ["rewards.numeric=true"]),
     ("rewards-trust", [*GRPO, OWN], ["rewards.trust_python=true"]),
     ("rewards-trust", [*GRPO, OWN], ["~rewards.file"]),
-    (
-        "rewards-function",
-        [*GRPO, OWN, "rewards.trust_python=true", "rewards.function=numeric"],
-        ["rewards.function=my_reward"],
+    *(
+        (
+            "rewards-function",
+            [*GRPO, OWN, "rewards.trust_python=true", f"rewards.function={name}"],
+            ["rewards.function=my_reward"],
+        )
+        for name in ("numeric", "std", "numeric_std")
     ),
     ("rewards-lengths", [*GRPO, "rewards.length={min_tokens: 9, max_tokens: 3}"], ["rewards.length.min_tokens=3"]),
     ("rewards-lengths", [*GRPO, "rewards.length.min_tokens=9000"], ["rewards.length.min_tokens=3"]),

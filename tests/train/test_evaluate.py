@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import shutil
 from pathlib import Path
 
 import models_doc
@@ -149,6 +151,24 @@ def test_what_a_generation_config_asks_of_answers_is_left_out(kind: str) -> None
     )  # fmt: skip
     assert written() == alone
     assert model.generation_config is config
+
+
+@pytest.mark.parametrize(("kind", "written"), [("gpt2", 9), ("roberta", 9), ("blenderbot", 19), ("llama", 9)])
+def test_answers_end_where_positions_end(kind: str, written: int, tmp_path: Path) -> None:
+    """Beyond them some models have no embeddings, which was told as an architecture that cannot write."""
+    seq2seq = kind == "blenderbot"
+    folder = tmp_path / kind
+    if seq2seq:
+        shutil.copytree(kind, folder)
+    else:
+        tiny_kind(models_doc.stated(kind, "sft"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    most = 20 + (config["pad_token_id"] + 1 if kind == "roberta" else 0)
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": most, "n_positions": most}))
+    auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, ignore_mismatched_sizes=True)
+    found = generate(model, AutoTokenizer.from_pretrained(folder), [[7] * 11, [7] * 3], 50, frozenset())
+    assert found.shape[1] - seq2seq == written
 
 
 def test_what_is_saved_in_bf16_is_evaluated_with_its_tables_of_positions(tmp_path: Path) -> None:

@@ -149,6 +149,14 @@ def test_a_model_that_says_what_was_trained_is_always_right(
     assert ("</think>" in line["after"]) == ("</think>" in line["reference"]) == (kind == "thoughts")
 
 
+def test_an_answer_that_positions_end_is_cut(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained("positions", *LORA, *SEQ2SEQ, *HELD_OUT)
+    assert cli(["evaluate", str(run), "rows=2", "before=false", "metrics=rouge_l", "max_new_tokens=4096"]) == 0
+    held_out = found(run).held_out
+    ended = [row["after"] for row in lines(run)]
+    assert held_out and held_out.cut == (None, 2), ended
+
+
 def test_rows_that_are_not_held_out_are_not_asked(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained("none", *LORA)
     capsys.readouterr()

@@ -39,6 +39,14 @@ def test_the_number_of_an_answer(text: str, number: str | None) -> None:
     assert (None if found is None else str(found)) == number
 
 
+def test_numbers_in_a_box_are_results() -> None:
+    """Of MATH's rows, as the reward `numeric` reads them; what stands behind the box is none."""
+    references = [r"so $x = \boxed{12}$, for 3 > 2.", r"\boxed{\dfrac{7}{1}} of 9"]
+    assert METRICS["numeric"].suits(references) and not METRICS["numeric"].suits([r"7 of \boxed{them}"])
+    score, rows = scored("numeric", None, [r"It is \boxed{12}, 5 more than 7.", r"\boxed{1}, not 9"], references)
+    assert score.after.value == 1 and rows == [(None, 1.0)] * 2
+
+
 @pytest.mark.parametrize(
     ("text", "valid"),
     [

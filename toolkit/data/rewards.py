@@ -121,6 +121,11 @@ def boxed(text: str) -> str | None:
     return None
 
 
+def result_in(text: str) -> Decimal | None:
+    """The number that a text comes to, see `number_in`; that in its box, where it has one like those of MATH's rows."""
+    return number_in(text if (inside := boxed(text)) is None else inside)
+
+
 def tagged(text: str, tag: str | None) -> str | None:
     """The content of the last of these tags; all of a text where no tag is named, None without one."""
     if tag is None:
@@ -137,13 +142,9 @@ def _exact(settings: ExactMatch, answer: Answer) -> float:
     return float(one.casefold() == other.casefold() if settings.ignore_case else one == other)
 
 
-def _result(text: str) -> Decimal | None:
-    return number_in(text if (inside := boxed(text)) is None else inside)
-
-
 def _numeric(settings: NumericMatch, answer: Answer) -> float:
     given = tagged(answer.text, settings.tag)
-    one, other = None if given is None else _result(given), _result(answer.reference)
+    one, other = None if given is None else result_in(given), result_in(answer.reference)
     if one is None or other is None:
         return 0.0
     return float(abs(one - other) <= Decimal(settings.tolerance) * abs(other))

@@ -24,12 +24,11 @@ from toolkit.common import UserError, printable
 from toolkit.data.encode import Encoder
 from toolkit.data.rows import Chat
 from toolkit.distributed.engines import dtypes
-from toolkit.train.evaluate import as_prompt, generate
+from toolkit.train.evaluate import as_prompt, generate, positions_left
 from toolkit.train.export import (
     load_trained,
     no_text,
     on_device,
-    positions_left,
     read_audit,
     refuse_head,
     take_any_bytes,

@@ -7,6 +7,7 @@ of batches' means would depend on how rows fall into batches.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -183,6 +184,17 @@ def as_prompt(
     return Encoder(tokenizer, "auto", stop_token_ids, template_kwargs).prompt_ids(row)
 
 
+def positions_left(model: Any, prompt: Sequence[int]) -> int:
+    """How many tokens a model reads behind a prompt, or behind the one with which a decoder begins that reads the
+    prompt elsewhere. GPT-2 and BART have no embeddings for more, others would go on without sense, and without end."""
+    config = model.config.get_text_config(decoder=True)
+    # Of LED, whose encoder reads more.
+    sizes = (getattr(config, f"max_{kind}position_embeddings", None) or 0 for kind in ("decoder_", ""))
+    most = next((size for size in sizes if size > 0), sys.maxsize)
+    before = config.pad_token_id + 1 if config.model_type in OTHER_POSITIONS else 0
+    return int(most) - before - (1 if model.config.is_encoder_decoder else len(prompt))
+
+
 class CannotGenerate(UserError):
     """Of an architecture that Transformers does not write with."""
 
@@ -205,6 +217,7 @@ def generate(
     Args:
         model: An unwrapped Transformers or PEFT model.
         prompts: Token ids as the model reads them, chat template applied and special tokens added.
+        max_new_tokens: Of the longest answer. Fewer, where the longest prompt leaves the model fewer positions.
         autocast: Name of the dtype the model was trained to compute in, or None.
         sample: Keyword arguments for sampling, e.g. `{"temperature": 0.7, "top_p": 0.9}`.
         device: Where the model computes, if that is not where its parameters are.
@@ -238,7 +251,8 @@ def generate(
         try:
             generated = model.generate(
                 **batch,
-                max_new_tokens=max_new_tokens,
+                # The last token is not read, so that one is always left.
+                max_new_tokens=max(1, min(max_new_tokens, *(positions_left(model, each) for each in prompts))),
                 num_beams=num_beams,
                 use_cache=True,
                 pad_token_id=tokenizer.pad_token_id,

@@ -23,7 +23,7 @@ from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
 from toolkit.report.load import read_manifest
 from toolkit.report.serving import serving
-from toolkit.train.evaluate import answer, as_prompt
+from toolkit.train.evaluate import answer, as_prompt, positions_left
 from toolkit.train.run_folder import RunFolder, check_final, hash_files
 
 
@@ -144,15 +144,8 @@ def answer_prompts(
                 raise error
             print(error)
             continue
-        texts = answer(model, tokenizer, [ids], min(max_new_tokens, left), stops, dtypes(recipe).autocast, sample)
+        texts = answer(model, tokenizer, [ids], max_new_tokens, stops, dtypes(recipe).autocast, sample)
         print(on_screen(printable(texts[0]), PAGED), flush=True)
-
-
-def positions_left(model: Any, ids: Sequence[int]) -> int:
-    """How many tokens a model reads behind these: GPT-2 has no embeddings for more, others would go on without
-    sense, and without end. As good as endless for encoder-decoders, which write elsewhere."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return most - len(ids) if most and not model.config.is_encoder_decoder else sys.maxsize
 
 
 def read_audit(run: Path) -> Audit:

@@ -66,8 +66,7 @@ def evaluate_held_out(
             # Decoders of encoder-decoders begin with a token that is no part of the answer.
             begun = int(model.config.is_encoder_decoder)
             for at, ids in zip(batch, found[:, begun:].tolist(), strict=True):
-                ended = [place for place, token in enumerate(ids) if token in stops]
-                cut += not ended and len(ids) >= longest
+                cut += stops.isdisjoint(ids)
                 answers[at] = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
         return answers, cut
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.data.rewards import is_json, number_in
+from toolkit.data.rewards import is_json, result_in
 from toolkit.report.evaluation import Interval, Score
 
 RESAMPLES = 2000
@@ -97,10 +97,10 @@ METRICS = {
     "exact_match": Metric("exact match", _each(lambda one, other: one.strip() == other.strip()), _mean, True),
     "numeric": Metric(
         "numeric answer",
-        _each(lambda one, other: (found := number_in(one)) is not None and found == number_in(other)),
+        _each(lambda one, other: (found := result_in(one)) is not None and found == result_in(other)),
         _mean,
         True,
-        lambda references: all(number_in(each) is not None for each in references),
+        lambda references: all(result_in(each) is not None for each in references),
     ),
     "json": Metric(
         "valid JSON", _each(lambda one, _: is_json(one)), _mean, True, lambda references: all(map(is_json, references))

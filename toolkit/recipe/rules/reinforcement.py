@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.reinforcement import REINFORCED, VLLM_RANKS, Policy, Rewards
@@ -58,6 +58,11 @@ def _served(path: str, broken: Callable[[Recipe], object], why: str, change: str
     return _not_here(path, lambda r: r.rollout.server and broken(r), why, f"{change}, or remove rollout.server")
 
 
+def _taken(built_in: Collection[str]) -> set[str]:
+    """Names that metrics have already behind `reward_`: those of rewards, and of the spread of the sum and of each."""
+    return {"std", *built_in, *(f"{name}_std" for name in built_in)}
+
+
 def reward_figures(recipe: Recipe) -> dict[str, str]:
     """What the texts of these rules may name in braces."""
     keys = {f"{section}_keys": ", ".join(_set(section)(recipe)) for section in _SECTIONS}
@@ -86,8 +91,9 @@ REINFORCEMENT_RULES = {
     ),
     "rewards-function": _not_here(
         "rewards.function",
-        lambda r: r.rewards.file and r.rewards.function in r.rewards.parts(),
-        "is called as one of the built-in rewards that are named, and could not be told from it",
+        lambda r: r.rewards.file and r.rewards.function in _taken(r.rewards.parts()),
+        "is called as one of the built-in rewards that are named, or as a spread in the metrics, and could not be told "
+        "from it",
         "rename the function, and set rewards.function=my_reward",
     ),
     "rewards-no-file": _not_here(
