@@ -10,6 +10,7 @@ import pytest
 import torch
 from pages import Page
 from small import LORA, NF4, SEQ2SEQ, place_with, trained
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
 from toolkit.data.prepare import prepare
@@ -105,6 +106,7 @@ SIX = {"function": {"name": "add", "arguments": {"a": 2, "b": 4}}, "type": "func
 SAID = {
     "chat": {"content": "It is 6."},
     "thoughts": {"reasoning_content": "2 + 4, which is 6", "content": '{"sum": 6}'},
+    "special": {"reasoning_content": "2 + 4, which is 6", "content": '{"sum": 6}'},
     "calls": {"content": "", "tool_calls": [SIX]},
 }
 
@@ -115,7 +117,16 @@ def test_a_model_that_says_what_was_trained_is_always_right(
 ) -> None:
     """With the thoughts and the calls of tools that the template writes, and the special tokens of rows that have
     some."""
-    (place / "thinking.jinja").write_text(TEMPLATE, encoding="utf-8")
+    begin, end = ("[THINK]", "[/THINK]") if kind == "special" else ("<think>", "</think>")
+    template = TEMPLATE.replace("<think>", begin).replace("</think>", end)
+    (place / "thinking.jinja").write_text(template, encoding="utf-8")
+    if kind == "special":
+        special = AutoTokenizer.from_pretrained(place / "llama")
+        special.add_special_tokens({"extra_special_tokens": [begin, end]})
+        larger = AutoModelForCausalLM.from_pretrained(place / "llama")
+        larger.resize_token_embeddings(len(special))
+        for each in (special, larger):
+            each.save_pretrained(place / "larger")
     asked = [{"role": "user", "content": f"{number}: 2 + 4?"} for number in range(40)]
     rows: list[dict[str, Any]] = [{"messages": [each, {"role": "assistant", **SAID.get(kind, {})}]} for each in asked]
     if kind == "tokens":
@@ -125,8 +136,9 @@ def test_a_model_that_says_what_was_trained_is_always_right(
         rows = [{"segments": [{"text": each["content"], "label": False}, *parts]} for each in asked]
     (place / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     run = trained(
-        f"said-{kind}", *LORA, *HELD_OUT, f"data.sources=[{kind}.jsonl]", "model.chat_template=thinking.jinja"
-    )
+        f"said-{kind}", *LORA, *HELD_OUT, f"data.sources=[{kind}.jsonl]", "model.chat_template=thinking.jinja",
+        *(["model.path=larger"] if kind == "special" else []),
+    )  # fmt: skip
     loaded = opened(run)
     tokenizer = loaded.tokenizer()
     prepared = prepare(loaded.recipe, tokenizer, loaded.stop_tokens(tokenizer), vocab_size=loaded.vocab_size)
@@ -143,10 +155,10 @@ def test_a_model_that_says_what_was_trained_is_always_right(
     assert cli(["evaluate", str(run), "rows=4", "before=false", "max_new_tokens=99"]) == 0
     scores = found(run).held_out.scores  # type: ignore[union-attr]
     assert {score.name: score.after.value for score in scores if score.name in ("exact match", "valid JSON")} == (
-        {"exact match": 1.0} | ({"valid JSON": 1.0} if kind == "thoughts" else {})
+        {"exact match": 1.0} | ({"valid JSON": 1.0} if kind in ("thoughts", "special") else {})
     )
     (line, *_) = lines(run)
-    assert ("</think>" in line["after"]) == ("</think>" in line["reference"]) == (kind == "thoughts")
+    assert (end in line["after"]) == (end in line["reference"]) == (kind in ("thoughts", "special"))
 
 
 def test_an_answer_that_positions_end_is_cut(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

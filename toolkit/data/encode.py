@@ -40,6 +40,7 @@ from toolkit.data.rows import (
     Tokens,
     sides,
 )
+from toolkit.data.thoughts import text_of
 from toolkit.data.turns import Turns
 
 
@@ -235,7 +236,7 @@ class Encoder:
     def _read(self, ids: list[int]) -> str:
         """Tokens as the text of an answer: up to the one that ends it, and without special ones."""
         end = next((place for place, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
-        return str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
+        return text_of(self.tokenizer, ids[:end])
 
     def prompt_lost(self, row: Row | Rendered) -> bool:
         """Whether the chat template leaves out a part of a prompt that the model is to answer by itself.

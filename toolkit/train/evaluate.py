@@ -22,6 +22,7 @@ from toolkit.data.audit import Audit
 from toolkit.data.encode import Encoder
 from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
+from toolkit.data.thoughts import text_of
 from toolkit.models import expert_parallel
 from toolkit.models.attention import IMPLEMENTATIONS, OTHER_POSITIONS, with_mask
 from toolkit.models.layer_sums import dividing
@@ -276,7 +277,7 @@ def generate(
 def answer(model: Any, tokenizer: Any, *arguments: Any, **settings: Any) -> list[str]:
     """The answers of `generate`, which takes the same arguments, as texts."""
     generated = generate(model, tokenizer, *arguments, **settings)
-    return [text.strip() for text in tokenizer.batch_decode(generated, skip_special_tokens=True)]
+    return [text_of(tokenizer, each).strip() for each in generated.tolist()]
 
 
 def session_answers(session: Session, prompts: Sequence[list[int]], num_beams: int = 1) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from toolkit.common import UserError
 from toolkit.data.prepare import prepare
 from toolkit.data.rows import Sample
+from toolkit.data.thoughts import spoken, text_of
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json_lines
 from toolkit.models.load import ModelSource
@@ -24,7 +25,7 @@ from toolkit.report.evaluation import ROWS, HeldOut
 from toolkit.report.load import read_manifest
 from toolkit.train.evaluate import generate
 from toolkit.train.export import load_begun, load_trained, on_device
-from toolkit.train.scoring import METRICS, scored, spoken
+from toolkit.train.scoring import METRICS, scored
 
 _log = logging.getLogger("toolkit.train")
 T = TypeVar("T")
@@ -67,7 +68,7 @@ def evaluate_held_out(
             begun = int(model.config.is_encoder_decoder)
             for at, ids in zip(batch, found[:, begun:].tolist(), strict=True):
                 cut += stops.isdisjoint(ids)
-                answers[at] = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
+                answers[at] = text_of(tokenizer, ids).strip()
         return answers, cut
 
     first, (last, cut) = before_and_after(run, ask, before)

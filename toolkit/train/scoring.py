@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.data.rewards import is_json, result_in
+from toolkit.data.thoughts import spoken
 from toolkit.report.evaluation import Interval, Score
 
 RESAMPLES = 2000
@@ -110,11 +111,6 @@ METRICS = {
     "chrf": _corpus("chrf", "chrF"),
 }
 """By the name that a user gives."""
-
-
-def spoken(answer: str) -> str:
-    """What an answer says once it has been thought over: nothing where it was cut before that."""
-    return answer.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def scored(

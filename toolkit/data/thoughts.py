@@ -1,0 +1,37 @@
+"""Answers as texts, and what they say once they have been thought over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_MARKS = (
+    ("<think>", "</think>"),  # DeepSeek, Qwen and most others.
+    ("[THINK]", "[/THINK]"),  # Magistral.
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS.
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A.
+    ("<|channel>thought", "<channel|>"),  # Gemma 4.
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),  # gpt-oss.
+)
+"""Between which models write their thoughts. For some they are special tokens, which texts of answers leave out."""
+_ANSWER = "<|channel|>final<|message|>"
+"""What gpt-oss writes before its answer."""
+_MARK = re.compile("|".join(re.escape(mark) for pair in _MARKS for mark in pair) + "|" + re.escape(_ANSWER))
+
+
+def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of an answer without special tokens, but for those that tell its thoughts from what it says."""
+    plain, whole = (str(tokenizer.decode(ids, skip_special_tokens=skip)) for skip in (True, False))
+    if (marks := _MARK.findall(whole)) == _MARK.findall(plain):
+        return plain
+    special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    others = [re.sub("|".join(special), "", part) for part in _MARK.split(whole)]
+    return "".join(part for pair in zip(others, [*marks, ""], strict=True) for part in pair)
+
+
+def spoken(answer: str) -> str:
+    """What an answer says once it has been thought over: nothing where it was cut before that."""
+    for begin, end in _MARKS:
+        answer = answer.rpartition(end)[2].partition(begin)[0]
+    return answer.removeprefix(_ANSWER)
