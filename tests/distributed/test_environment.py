@@ -85,9 +85,15 @@ def test_without_a_gpus_device_files_the_cpu_computes(monkeypatch: pytest.Monkey
         ("10.0.0.7", {"MASTER_ADDR": "10.0.0.2"}, "eth1"),
         ("127.0.0.1", {}, None),
         ("10.9.9.9", {}, None),
+        ("fd77::7", {"MASTER_ADDR": "fd77::1"}, "eth1"),
+        ("fe80::1%eth1", {"MASTER_ADDR": "fe80::2%eth1"}, "eth1"),
+        ("::1", {}, None),
         (None, {}, None),
     ],
-    ids=["by the way to the first node", "as the launcher names it", "loopback", "of no interface", "no way"],
+    ids=[
+        *("by the way to the first node", "as the launcher names it", "loopback", "of no interface", "IPv6"),
+        *("of a link alone", "loopback of IPv6", "no way"),
+    ],
 )
 def test_several_nodes_use_the_interface_that_leads_to_the_first(
     monkeypatch: pytest.MonkeyPatch, own: str | None, variables: dict[str, str], interface: str | None
@@ -95,8 +101,9 @@ def test_several_nodes_use_the_interface_that_leads_to_the_first(
     asked = []
 
     class Socket:
-        def __init__(self, *kind: Any) -> None:
-            assert kind == (socket.AF_INET, socket.SOCK_DGRAM)
+        def __init__(self, family: int, kind: int) -> None:
+            assert kind == socket.SOCK_DGRAM
+            self.family = family
 
         def __enter__(self) -> Socket:
             return self
@@ -105,13 +112,13 @@ def test_several_nodes_use_the_interface_that_leads_to_the_first(
 
         def connect(self, address: tuple[str, int]) -> None:
             asked.append(address[0])
-            if own is None:
+            if own is None or self.family != (socket.AF_INET6 if ":" in own else socket.AF_INET):
                 raise OSError
 
         def getsockname(self) -> tuple[str | None, int]:
             return own, 9
 
-    cards = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth1": ["fe80::1", "10.0.0.7"]}
+    cards = {"lo": ["127.0.0.1", "::1"], "docker0": ["172.17.0.1"], "eth1": ["fe80::1%eth1", "10.0.0.7", "fd77::7"]}
     monkeypatch.setattr(socket, "socket", Socket)
     monkeypatch.setattr(
         psutil,
@@ -119,7 +126,7 @@ def test_several_nodes_use_the_interface_that_leads_to_the_first(
         lambda: {card: [SimpleNamespace(address=each) for each in addresses] for card, addresses in cards.items()},
     )
     made = environment(recipe(), OF_TWO_NODES, variables)
-    assert asked == [variables.get("MASTER_ADDR", "10.0.0.1")]
+    assert {*asked} == {variables.get("MASTER_ADDR", "10.0.0.1")}
     expected = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface and f"={interface}"}
     assert {key: made.get(key) for key in expected} == expected
     assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & environment(recipe(), FOUR, variables).keys()

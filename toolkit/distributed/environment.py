@@ -6,6 +6,7 @@ imports torch. A user's own values stay, except those of the engines, which `che
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -117,19 +118,24 @@ def _network(world: World, current: Mapping[str, str]) -> dict[str, str]:
     head = current.get("MASTER_ADDR", world.master_addr)
     if world.num_nodes < 2 or head is None:
         return {}
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # Connecting a datagram socket sends nothing; it only asks for the route.
-            probe.connect((head, 9))
-            own = probe.getsockname()[0]
-    except OSError:
-        return {}
-    addresses = psutil.net_if_addrs().items()
-    interfaces = [name for name, entries in addresses if any(entry.address == own for entry in entries)]
-    if not interfaces or own.startswith("127."):
+    own = _own_address(head)
+    # Link-local addresses name their interface behind a %.
+    cards = {name: {entry.address.partition("%")[0] for entry in every} for name, every in psutil.net_if_addrs().items()}
+    interfaces = [name for name, every in cards.items() if own in every]
+    if not interfaces or own == "::1" or own.startswith("127."):
         return {}
     # NCCL takes a name for the beginning of names, unless told that it is whole.
     return {"GLOO_SOCKET_IFNAME": interfaces[0], "NCCL_SOCKET_IFNAME": f"={interfaces[0]}"}
+
+
+def _own_address(head: str) -> str:
+    """This node's address on the way to another one; empty if no way is known."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Connecting a datagram socket sends nothing; it only asks for the route.
+            probe.connect((head, 9))
+            return str(probe.getsockname()[0].partition("%")[0])
+    return ""
 
 
 def _devices(current: Mapping[str, str]) -> dict[str, str]:
