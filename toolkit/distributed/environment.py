@@ -120,8 +120,8 @@ def _network(world: World, current: Mapping[str, str]) -> dict[str, str]:
         return {}
     own = _own_address(head)
     # Link-local addresses name their interface behind a %.
-    cards = {name: {entry.address.partition("%")[0] for entry in every} for name, every in psutil.net_if_addrs().items()}
-    interfaces = [name for name, every in cards.items() if own in every]
+    cards = psutil.net_if_addrs().items()
+    interfaces = [name for name, every in cards if own in (entry.address.partition("%")[0] for entry in every)]
     if not interfaces or own == "::1" or own.startswith("127."):
         return {}
     # NCCL takes a name for the beginning of names, unless told that it is whole.
