@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.common import UserError, in_a_line
+from toolkit.data.thoughts import spoken
 from toolkit.data.words import COMMONEST, SCRIPTS
 from toolkit.recipe.reinforcement import (
     ExactMatch,
@@ -127,9 +128,9 @@ def result_in(text: str) -> Decimal | None:
 
 
 def tagged(text: str, tag: str | None) -> str | None:
-    """The content of the last of these tags; all of a text where no tag is named, None without one."""
+    """The content of the last of these tags, None without one; where no tag is named, what follows thoughts."""
     if tag is None:
-        return text
+        return spoken(text)
     found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
     return found[-1] if found else None
 
@@ -158,7 +159,7 @@ def _regex(settings: RegexMatch, answer: Answer) -> float:
 
 
 def _json(settings: JsonMatch, answer: Answer) -> float:
-    text = answer.text.strip()
+    text = spoken(answer.text).strip()
     if not is_json(text):
         return 0.0
     if settings.schema_file is None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 from toolkit.data.rewards import Answer, Scorer
+from toolkit.data.thoughts import text_of
 from toolkit.files import write_atomically
 from toolkit.recipe import Recipe
 from toolkit.train.evaluate import evaluating, generate
@@ -203,7 +204,7 @@ class Asker:
 
     def text(self, ids: list[int]) -> str:
         """As a user reads it."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return text_of(self.tokenizer, ids)
 
     def scores(self, asked: list[int], answers: list[list[int]], place: str, columns: dict[str, Any]) -> Numbers:
         """(answers, rewards) scores of answers to one prompt.
