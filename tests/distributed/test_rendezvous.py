@@ -20,7 +20,6 @@ from harness import ROOT, RUN, SUPPORT, losses
 from nodes import Node, two_nodes
 from ranks import ON_CPU, Ranks
 from small import populate
-from torch.distributed import PrefixStore, TCPStore
 from transformers import AutoModelForCausalLM
 
 from toolkit.common import UserError
@@ -422,27 +421,3 @@ def test_a_store_that_cannot_be_opened_or_reached(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(missing, "")
         with pytest.raises(UserError, match="started 2 processes and set no MASTER_ADDR and MASTER_PORT"):
             Rendezvous(World(0, 0, 2, 2))
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_machine_that_starts_again_waits_until_the_first_has_ended_too() -> None:
-    """Not for one that has started anew, nor for one that is not there yet."""
-    said: list[str] = []
-
-    def await_end() -> threading.Thread:
-        place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        thread = threading.Thread(target=rendezvous.await_end, args=(*place, [2, 3], said.append))
-        thread.start()
-        return thread
-
-    await_end().join(10)
-    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
-    await_end().join(10)
-    assert not said
-    PrefixStore("rendezvous/0", store).add("present/3", 1)
-    waits = await_end()
-    time.sleep(0.5)
-    assert waits.is_alive() and len(said) == 1 and "has ended on the first machine too (127.0.0.1:" in said[0]
-    del store
-    waits.join(10)
-    assert not waits.is_alive() and len(said) == 1

@@ -73,7 +73,7 @@ def _with_accelerate(arguments: Sequence[str]) -> int:
 
 def _await_others(options: argparse.Namespace) -> None:
     """Of several machines, one may notice long after another that a training has failed: in an evaluation, say."""
-    from toolkit.distributed.rendezvous import await_end
+    from toolkit.distributed.previous_attempt import await_end
 
     width = int(options.num_processes) // int(options.num_machines)
     ranks = range(int(options.machine_rank) * width, (int(options.machine_rank) + 1) * width)

@@ -36,7 +36,7 @@ GROUP_SECONDS = 300.0
 """How long starting the process group may take, with DeepSpeed's compilation of an operation when it is used first."""
 _BEAT_SECONDS = 1.0
 _LEAVE_SECONDS = 5.0
-_PREFIX = "rendezvous/{}"
+PREFIX = "rendezvous/{}"
 """Of the keys, by how often the agent of torch has started its processes again."""
 
 Values = Mapping[int, Any]
@@ -79,41 +79,6 @@ def connect(world: World) -> Iterator[Rendezvous]:
         rendezvous.close()
     finally:
         rendezvous.stop()
-
-
-def await_end(host: str, port: int, ranks: Sequence[int], say: Callable[[str], None]) -> None:
-    """Waits while the store there is one at which these ranks have met before: their training has then not ended on the
-    first machine, and who came there now would be a second process of its number.
-
-    Args:
-        say: Takes a line, should it have to wait.
-    """
-    told = False
-    while _have_met(host, port, ranks):
-        if not told:
-            say(f"waiting until the training that failed has ended on the first machine too ({host}:{port})")
-        told = True
-        time.sleep(_BEAT_SECONDS)
-
-
-def _have_met(host: str, port: int, ranks: Sequence[int]) -> bool:
-    timeout = datetime.timedelta(seconds=_LEAVE_SECONDS)
-
-    def ask() -> bool:
-        store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        return any(PrefixStore(_PREFIX.format(0), store).check([f"present/{rank}"]) for rank in ranks)
-
-    try:
-        # The store's own client would wait for one that listens.
-        socket.create_connection((host, port), timeout=_LEAVE_SECONDS).close()
-    except OSError:
-        return False
-    try:
-        return bool(_within(2 * _LEAVE_SECONDS, ask))
-    except DistError:
-        return False
-    except TimeoutError:
-        return True
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -395,7 +360,7 @@ def _open_store(world: World) -> tuple[PrefixStore, str]:
     address = _reach(host, int(port))
     # An agent's store outlives a restart of its workers.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(_PREFIX.format(restart), server or open_store()), address
+    return PrefixStore(PREFIX.format(restart), server or open_store()), address
 
 
 def _reach(host: str, port: int) -> str:
