@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from harness import environment
 from safetensors.torch import load_file
 from small import FP8, INT4, INT8, LORA, NF4, SEQ2SEQ, logits_of, place_with, trained
 from tiny import tiny_kind
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
 from toolkit.common import UserError
@@ -100,6 +101,23 @@ def _tokens(recipe: Any) -> tuple[Any, frozenset[int]]:
     source = ModelSource.open(recipe)
     tokenizer = source.tokenizer()
     return tokenizer, source.stop_tokens(tokenizer)
+
+
+def test_answers_of_a_merged_model_end_where_those_of_one_trained_in_full_do(tmp_path: Path) -> None:
+    """Of a base whose own answers end with other tokens than those of the tokenizer that it is trained with."""
+    base = shutil.copytree("llama", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": 0}
+    (base / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    # Transformers saves no top-p without `do_sample` once anything else was changed.
+    (base / "generation_config.json").write_text('{"eos_token_id": [0, 1], "top_p": 0.9}', encoding="utf-8")
+    full, lora = trained("ends", f"model.path={base}"), trained("ends-lora", *LORA, f"model.path={base}")
+    assert cli(["merge", str(lora)]) == 0
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (full / "final", lora / "merged")]
+    whole, merged = (each.generation_config.to_diff_dict() for each in models)
+    assert whole == merged
+    assert set(merged["eos_token_id"]) == {0, 1, AutoTokenizer.from_pretrained(base).eos_token_id}
+    assert merged["top_p"] == 0.9
+    assert models[0].config.eos_token_id == models[1].config.eos_token_id
 
 
 @pytest.mark.parametrize("weakly", [False, True])

@@ -33,6 +33,7 @@ from toolkit.models.adapters import cast_parameters, kept_in_fp32
 from toolkit.models.blockwise import Blockwise, Merged, blocks
 from toolkit.models.load import ModelSource
 from toolkit.models.sentence_files import write_modules
+from toolkit.models.special_tokens import take_tokens
 from toolkit.planner.hardware.detect import ram
 from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
@@ -99,7 +100,7 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
 
     def write(folder: Path) -> None:
         work = folder / "work"
-        proof.update(_merge_into(folder, source, adapters, _Probe(rows, tokenizer.pad_token_id), work))
+        proof.update(_merge_into(folder, source, tokenizer, adapters, rows, work))
         shutil.rmtree(work, ignore_errors=True)
         tokenizer.save_pretrained(folder)
         if source.recipe.embeds:
@@ -157,10 +158,10 @@ def _check_sum(runs: Sequence[Path], recipes: Sequence[Recipe], weights: Sequenc
 
 
 def _merge_into(
-    folder: Path, source: ModelSource, adapters: Mapping[Path, float], probe: _Probe, work: Path
+    folder: Path, source: ModelSource, tokenizer: Any, adapters: Mapping[Path, float], rows: list[Any], work: Path
 ) -> dict[str, Any]:
     """Writes the merged model into a folder. Returns what was compared."""
-    types = dtypes(source.recipe)
+    types, probe = dtypes(source.recipe), _Probe(rows, tokenizer.pad_token_id)
     base = source.in_files(types, work / "base")
     adapted_model = base.adapted(adapters)
     place, memory = place_for(adapted_model, probe.tokens * (source.vocab_size or 0))
@@ -188,7 +189,9 @@ def _merge_into(
     # How much rounding the weights moves scores is for people to judge: the fewer a head has, the more.
     proof["distance_as_saved"] = _distance(before, wanted)
 
-    _save(base.model(), Merged(adapted, getattr(torch, types.export)), types.export, folder)
+    model = base.model()
+    take_tokens(model, tokenizer)
+    _save(model, Merged(adapted, getattr(torch, types.export)), types.export, folder)
     saved: dict[str, Any] = {
         "model.path": str(folder),
         "model.gguf_file": None,
