@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -137,6 +138,25 @@ def test_merge_that_is_not_equal_is_refused_and_leaves_nothing(weakly: bool, mon
     for there in (run / "merged", run / "link"):
         with pytest.raises(UserError, match="exists already"):
             merge([run], there)
+
+
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_where_the_files_have_no_room_it_is_said_and_nothing_is_left(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By safetensors, also where the experts of a mixture are written anew to be read; the files are larger."""
+    run = trained(f"no-room-{model}", *LORA, f"model.path={model}")
+    before, limits = sorted(run.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    capsys.readouterr()
+    for command in (["merge"], ["export", "format=fp8"]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            assert cli([command[0], str(run), *command[1:]]) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        error = capsys.readouterr().err
+        assert "cannot be written: a file would be larger than this process may write" in error
+        assert "nothing was written" in error and sorted(run.iterdir()) == before
 
 
 def test_broken_adapter_and_full_model_are_refused() -> None:

@@ -39,6 +39,7 @@ from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
 from toolkit.report.load import read_manifest
 from toolkit.train.export import final_model, opened
+from toolkit.train.storage import room_for
 
 MERGE_TOLERANCE = 1e-4
 """Largest allowed distance of merged from adapter logits in fp32, relative to the largest logit: rounding is 1e-6."""
@@ -100,12 +101,13 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
 
     def write(folder: Path) -> None:
         work = folder / "work"
-        proof.update(_merge_into(folder, source, tokenizer, adapters, rows, work))
-        shutil.rmtree(work, ignore_errors=True)
-        tokenizer.save_pretrained(folder)
-        if source.recipe.embeds:
-            write_modules(folder, source)
-        write_json(folder / "merge_proof.json", proof)
+        with room_for(output, folder, "--output"):
+            proof.update(_merge_into(folder, source, tokenizer, adapters, rows, work))
+            shutil.rmtree(work, ignore_errors=True)
+            tokenizer.save_pretrained(folder)
+            if source.recipe.embeds:
+                write_modules(folder, source)
+            write_json(folder / "merge_proof.json", proof)
 
     try:
         build_once(output, write)
