@@ -19,7 +19,7 @@ import torch
 from harness import environment
 from safetensors.torch import load_file
 from small import FP8, INT4, INT8, LORA, NF4, SEQ2SEQ, logits_of, place_with, trained
-from tiny import tiny_kind
+from tiny import tiny_gguf, tiny_kind
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
@@ -27,7 +27,7 @@ from toolkit.common import UserError
 from toolkit.data.prepare import prepare
 from toolkit.recipe.rules import load_checked
 from toolkit.train.export import load_trained
-from toolkit.train.merge import merge, place_for
+from toolkit.train.merge import merge, place_for, proof_rows
 from toolkit.train.run_folder import RunFolder
 
 place = place_with("llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
@@ -119,6 +119,20 @@ def test_answers_of_a_merged_model_end_where_those_of_one_trained_in_full_do(tmp
     assert set(merged["eos_token_id"]) == {0, 1, AutoTokenizer.from_pretrained(base).eos_token_id}
     assert merged["top_p"] == 0.9
     assert models[0].config.eos_token_id == models[1].config.eos_token_id
+
+
+def test_an_adapter_of_a_gguf_file_is_merged_and_exported(tmp_path: Path) -> None:
+    """Of which Transformers reads no single layer."""
+    file = tiny_gguf(Path("llama"), tmp_path / "tiny.gguf")
+    run = trained("from-gguf", *LORA, f"model.path={file}", "model.new_tokens=[str]")
+    assert cli(["merge", str(run)]) == 0
+    assert cli(["export", str(run), "format=int8"]) == 0
+    source, adapted, tokenizer = load_trained(run)
+    (row,) = proof_rows(source, tokenizer, 1)
+    expected = logits_of(adapted, row)
+    found = logits_of(AutoModelForCausalLM.from_pretrained(run / "merged", attn_implementation="eager"), row)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert not (run / "merged" / "work").exists()
 
 
 @pytest.mark.parametrize("weakly", [False, True])

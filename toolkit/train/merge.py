@@ -2,9 +2,10 @@
 
 PEFT's merge is trusted only as far as it is proved: adapters, merged model and saved files must give the same logits on
 real rows, or nothing is written. Several adapters are added up, each times a weight, which logits can prove; whether
-TIES or DARE came out right, they could not. No model is ever whole in memory, see `models/blockwise.py`: what fp32
-weights would take (32 GB for 8 billion parameters, 282 GB for 70) is more than the machine has that trained them in 4
-bits. Each comparison reads all files once more instead; nothing else decides how long a merge takes.
+TIES or DARE came out right, they could not. No model is ever whole in memory, but while one is read from a GGUF file,
+see `models/blockwise.py`: what fp32 weights would take (32 GB for 8 billion parameters, 282 GB for 70) is more than the
+machine has that trained them in 4 bits. Each comparison reads all files once more instead; nothing else decides how
+long a merge takes.
 """
 
 from __future__ import annotations
