@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit.common import UserError
-from toolkit.train.storage import room_for, unwritable
+from toolkit.train.storage import build_new, room_for, unwritable
 
 
 @pytest.fixture
@@ -64,3 +64,11 @@ def test_what_finds_no_room_says_so_of_the_folder_that_was_asked_for(place: Path
     assert "were not enough, or name another folder with --output" in caught.value.change
     with pytest.raises(OSError), room_for(place / "merged", partial, "--output"):
         raise written_to("nowhere/file")
+
+
+def test_of_two_that_fill_a_folder_at_once_the_later_one_is_told(place: Path) -> None:
+    """It has waited for the first one's lock, or begins when that is done."""
+    build_new(place / "merged", lambda folder: (folder / "file").touch(), "--output")
+    with pytest.raises(UserError, match="another process has written"):
+        build_new(place / "merged", lambda folder: (folder / "other").touch(), "--output")
+    assert sorted(file.name for file in place.rglob("*")) == ["file", "merged"]

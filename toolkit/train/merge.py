@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 import torch
 
-from toolkit.cache import build_once
 from toolkit.common import UserError
 from toolkit.data.collate import IGNORE
 from toolkit.data.prepare import prepare
@@ -40,7 +39,7 @@ from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
 from toolkit.report.load import read_manifest
 from toolkit.train.export import final_model, opened
-from toolkit.train.storage import room_for
+from toolkit.train.storage import build_new
 
 MERGE_TOLERANCE = 1e-4
 """Largest allowed distance of merged from adapter logits in fp32, relative to the largest logit: rounding is 1e-6."""
@@ -102,18 +101,14 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
 
     def write(folder: Path) -> None:
         work = folder / "work"
-        with room_for(output, folder, "--output"):
-            proof.update(_merge_into(folder, source, tokenizer, adapters, rows, work))
-            shutil.rmtree(work, ignore_errors=True)
-            tokenizer.save_pretrained(folder)
-            if source.recipe.embeds:
-                write_modules(folder, source)
-            write_json(folder / "merge_proof.json", proof)
+        proof.update(_merge_into(folder, source, tokenizer, adapters, rows, work))
+        shutil.rmtree(work, ignore_errors=True)
+        tokenizer.save_pretrained(folder)
+        if source.recipe.embeds:
+            write_modules(folder, source)
+        write_json(folder / "merge_proof.json", proof)
 
-    try:
-        build_once(output, write)
-    finally:
-        Path(f"{output}.lock").unlink(missing_ok=True)
+    build_new(output, write, "--output")
     text = (
         f"merged into {output}\n"
         f"proof: {proof['rows']} rows, {proof['tokens']} tokens: logits equal to {proof['distance']:.1e} of the "

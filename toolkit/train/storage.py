@@ -8,9 +8,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from toolkit.cache import build_once
 from toolkit.common import UserError, bytes_text
 
 _STORAGE = {
@@ -52,6 +53,32 @@ def unwritable(folder: Path, error: BaseException, key: str = "output.dir") -> U
         fewer = "lower checkpoint.save_total_limit, " * (key == "output.dir")
         change = f"free space there ({free:.2f} GB are left), {fewer}or set {key}"
     return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {again}")
+
+
+def build_new(output: Path, build: Callable[[Path], None], key: str) -> None:
+    """Has a folder filled that is not there yet, and that is there once it is whole.
+
+    Args:
+        build: See `build_once`.
+        key: What names another folder.
+
+    Raises:
+        UserError: If its disk has no room, or another process fills it at the same time.
+    """
+    built = False
+
+    def fill(folder: Path) -> None:
+        nonlocal built
+        with room_for(output, folder, key):
+            build(folder)
+        built = True
+
+    try:
+        build_once(output, fill)
+    finally:
+        Path(f"{output}.lock").unlink(missing_ok=True)
+    if not built:
+        raise UserError(f"another process has written {output} meanwhile", f"use it, or name another with {key}")
 
 
 @contextlib.contextmanager
