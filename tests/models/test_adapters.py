@@ -125,6 +125,7 @@ def test_fused_projections_of_experts_have_the_scale_of_each_on_its_own(rslora: 
         (["method.name=full", "method.freeze=['*.emb_tokens.*']"], ["freeze", "did you mean 'embed_tokens'?"]),
         ([{"method.alpha_pattern": {"(": 4}}], ["PEFT cannot add", "missing )"]),
         (["method.target_parameters=[experts.w1]"], ["target_parameters", "'experts.w1' matches nothing"]),
+        (["model.path=moe", "method.modules_to_save=[gate]"], ["PEFT cannot add", "modules_to_save cannot be"]),
         (["model.path=moe", "lora_dropout=0.1"], ["dropout", "4 experts of a layer"]),
         (
             ["strategy=fsdp", "model.new_tokens=[new]", "method.modules_to_save=[norm]"],

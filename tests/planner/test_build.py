@@ -13,6 +13,7 @@ from toolkit.common import UserError, bytes_text
 from toolkit.data.statistics import DataStatistics
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
+from toolkit.planner.notes import _reached
 from toolkit.planner.plan import Disk, Host, Memory, Plan, Range
 from toolkit.planner.question import fit
 from toolkit.planner.speed.communication import HOST, link_rate
@@ -135,6 +136,19 @@ def test_drives_are_full_at_once(stored: int, answer: str) -> None:
 def test_a_plan_names_what_its_strategy_offloads(traced: None, strategy: dict[str, str], title: str) -> None:
     plan = estimate(recipe(strategy=strategy), "any", find("h100x8"), config=CONFIG, advice=False)
     assert plan.strategy == title
+
+
+def test_experts_are_known_beside_what_is_trained_and_is_no_adapter_of_a_matrix() -> None:
+    """Vectors of DoRA, and modules that are trained in full, which may be the experts."""
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+        "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    method = {"name": "lora", "target_modules": ["q_proj"], "use_dora": True, "modules_to_save": ["input_layernorm"]}
+    plan = estimate(recipe(method=method), "any", find("h100"), config=config, advice=False)
+    assert [note for note in plan.notes if "adapters do not reach the experts" in note]
+    assert _reached((4, 96, 64), {(16, 64), (64, 16), (4, 96, 64), (4, 64, 48)}), "trained in full"
 
 
 def test_what_a_plan_rests_on_is_noted(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,10 @@ def test_an_adapter_loads_as_the_card_says(run: Path, tmp_path: Path, monkeypatc
     assert "Once upon a time" in card, "completions were trained, so no chat template"
     assert isinstance(run_snippet(card, run / "final", monkeypatch)["model"], PeftModel)
     assert "On 64 held-out rows" in card
+    other = recipe.with_values({"model.tokenizer": str(base)})
+    card = write_card(run / "final", run, other, str(base)).read_text()
+    assert "eos_token_id=tokenizer.eos_token_id" in card, "the base model's answers may end otherwise"
+    run_snippet(card, run / "final", monkeypatch)
     loftq = {"name": "lora", "quantization": "nf4", "init_lora_weights": "loftq"}
     card = write_card(run / "final", run, make_recipe(str(base), method=loftq), str(base)).read_text()
     variables = run_snippet(card, run / "final", monkeypatch)

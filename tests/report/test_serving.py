@@ -34,6 +34,8 @@ def test_an_adapter_is_served_on_its_base_by_the_template_it_was_trained_with() 
         "vllm serve org/base --revision abc --enable-lora --max-lora-rank 64 --lora-modules my run=runs/my run/final "
         "--chat-template runs/my run/final/chat_template.jinja --trust-remote-code"
     )
+    other = lines(recipe_of(method=method, model={"tokenizer": "org/chat"}))["serve it with vLLM"]
+    assert other[-2:] == ["--tokenizer", "runs/my run/final"], "whose tokens the base's own may not have"
     merged = "transformers serve runs/my run/merged --trust-remote-code"
     assert " ".join(found["or with Transformers, once it is merged"]) == merged
 

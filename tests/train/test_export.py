@@ -30,6 +30,20 @@ def test_adapter_names_its_base_by_the_recipe() -> None:
     assert config["base_model_name_or_path"] == "llama"
 
 
+def test_an_adapter_names_the_commit_of_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads it by PEFT gets the weights that it was trained on, not what its base has become since."""
+    from huggingface_hub import constants
+    from peft import PeftConfig
+
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / ("c" * 40)
+    shutil.copytree("llama", snapshot)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    run = trained("pinned", *LORA, "model.path=org/tiny", f"model.revision={snapshot.name}")
+    config = PeftConfig.from_pretrained(str(run / "final"))
+    assert (config.base_model_name_or_path, config.revision) == ("org/tiny", snapshot.name)
+    assert f"from_pretrained(base, revision='{snapshot.name}')" in (run / "final" / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("precision", "model"),
     [

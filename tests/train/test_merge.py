@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,15 +19,15 @@ import torch
 from harness import environment
 from safetensors.torch import load_file
 from small import FP8, INT4, INT8, LORA, NF4, SEQ2SEQ, logits_of, place_with, trained
-from tiny import tiny_kind
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from tiny import tiny_gguf, tiny_kind
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
 from toolkit.common import UserError
 from toolkit.data.prepare import prepare
 from toolkit.recipe.rules import load_checked
 from toolkit.train.export import load_trained
-from toolkit.train.merge import merge, place_for
+from toolkit.train.merge import merge, place_for, proof_rows
 from toolkit.train.run_folder import RunFolder
 
 place = place_with("llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
@@ -102,6 +104,37 @@ def _tokens(recipe: Any) -> tuple[Any, frozenset[int]]:
     return tokenizer, source.stop_tokens(tokenizer)
 
 
+def test_answers_of_a_merged_model_end_where_those_of_one_trained_in_full_do(tmp_path: Path) -> None:
+    """Of a base whose own answers end with other tokens than those of the tokenizer that it is trained with."""
+    base = shutil.copytree("llama", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": 0}
+    (base / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    # Transformers saves no top-p without `do_sample` once anything else was changed.
+    (base / "generation_config.json").write_text('{"eos_token_id": [0, 1], "top_p": 0.9}', encoding="utf-8")
+    full, lora = trained("ends", f"model.path={base}"), trained("ends-lora", *LORA, f"model.path={base}")
+    assert cli(["merge", str(lora)]) == 0
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (full / "final", lora / "merged")]
+    whole, merged = (each.generation_config.to_diff_dict() for each in models)
+    assert whole == merged
+    assert set(merged["eos_token_id"]) == {0, 1, AutoTokenizer.from_pretrained(base).eos_token_id}
+    assert merged["top_p"] == 0.9
+    assert models[0].config.eos_token_id == models[1].config.eos_token_id
+
+
+def test_an_adapter_of_a_gguf_file_is_merged_and_exported(tmp_path: Path) -> None:
+    """Of which Transformers reads no single layer."""
+    file = tiny_gguf(Path("llama"), tmp_path / "tiny.gguf")
+    run = trained("from-gguf", *LORA, f"model.path={file}", "model.new_tokens=[str]")
+    assert cli(["merge", str(run)]) == 0
+    assert cli(["export", str(run), "format=int8"]) == 0
+    source, adapted, tokenizer = load_trained(run)
+    (row,) = proof_rows(source, tokenizer, 1)
+    expected = logits_of(adapted, row)
+    found = logits_of(AutoModelForCausalLM.from_pretrained(run / "merged", attn_implementation="eager"), row)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert not (run / "merged" / "work").exists()
+
+
 @pytest.mark.parametrize("weakly", [False, True])
 def test_merge_that_is_not_equal_is_refused_and_leaves_nothing(weakly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A merge that loses the adapter, also when the adapter changes the logits by less than any fixed tolerance."""
@@ -119,6 +152,25 @@ def test_merge_that_is_not_equal_is_refused_and_leaves_nothing(weakly: bool, mon
     for there in (run / "merged", run / "link"):
         with pytest.raises(UserError, match="exists already"):
             merge([run], there)
+
+
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_where_the_files_have_no_room_it_is_said_and_nothing_is_left(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By safetensors, also where the experts of a mixture are written anew to be read; the files are larger."""
+    run = trained(f"no-room-{model}", *LORA, f"model.path={model}")
+    before, limits = sorted(run.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    capsys.readouterr()
+    for command in (["merge"], ["export", "format=fp8"]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            assert cli([command[0], str(run), *command[1:]]) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        error = capsys.readouterr().err
+        assert "cannot be written: a file would be larger than this process may write" in error
+        assert "nothing was written" in error and sorted(run.iterdir()) == before
 
 
 def test_broken_adapter_and_full_model_are_refused() -> None:

@@ -10,7 +10,8 @@ from traceback import StackSummary
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from toolkit.train.storage import unwritable
+from toolkit.common import UserError
+from toolkit.train.storage import build_new, room_for, unwritable
 
 
 @pytest.fixture
@@ -36,6 +37,7 @@ def test_why_a_run_folder_cannot_be_written(place: Path) -> None:
     wrapped.__cause__ = full
     assert unwritable(place, wrapped)
     assert unwritable(place, CheckpointException("write", {1: (full, StackSummary())}))
+    assert unwritable(place, RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
     for unrelated in (written_to("nowhere/file"), ValueError("no"), RuntimeError("unexpected pos 64 vs 0")):
         assert unwritable(place, unrelated) is None
     gone = unwritable(place / "gone", written_to(str(place / "gone" / "file")))
@@ -50,3 +52,23 @@ def test_a_writer_that_does_not_say_why_is_answered_by_trying(place: Path) -> No
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert said and "larger than this process may write" in said.what
+
+
+def test_what_finds_no_room_says_so_of_the_folder_that_was_asked_for(place: Path) -> None:
+    partial = place / ".merged.partial"
+    partial.mkdir()
+    (partial / "part").write_bytes(bytes(10))
+    with pytest.raises(UserError) as caught, room_for(place / "merged", partial, "--output"):
+        raise RuntimeError("the model cannot be read") from written_to("/dev/full")
+    assert caught.value.what == f"{place / 'merged'} cannot be written: its disk is full"
+    assert "were not enough, or name another folder with --output" in caught.value.change
+    with pytest.raises(OSError), room_for(place / "merged", partial, "--output"):
+        raise written_to("nowhere/file")
+
+
+def test_of_two_that_fill_a_folder_at_once_the_later_one_is_told(place: Path) -> None:
+    """It has waited for the first one's lock, or begins when that is done."""
+    build_new(place / "merged", lambda folder: (folder / "file").touch(), "--output")
+    with pytest.raises(UserError, match="another process has written"):
+        build_new(place / "merged", lambda folder: (folder / "other").touch(), "--output")
+    assert sorted(file.name for file in place.rglob("*")) == ["file", "merged"]

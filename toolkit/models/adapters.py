@@ -115,7 +115,7 @@ def add_method(
     )
     try:
         adapted = wrapped(model, adapter, [*others], reach.outside)
-    except (ValueError, RuntimeError, UserWarning, re.error) as error:
+    except (ValueError, TypeError, RuntimeError, UserWarning, re.error) as error:
         raise UserError(
             f"method: PEFT cannot add these adapters to this {model.config.model_type}: {first_line(error)}",
             "change method.target_modules, or the key that it names",

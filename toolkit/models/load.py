@@ -259,10 +259,15 @@ class ModelSource:
         quantization = quantization_config(self.recipe, dtypes, self.config)
         dtype = getattr(torch, dtypes.compute if quantization else dtypes.load)
         arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "config": self.config}
-        if "gguf_file" in self.location:
+        location = self.location
+        if "gguf_file" in location:
+            # Of which Transformers reads all or nothing: it is held whole once, and written as what is read in parts.
             arguments["quantization_config"] = GgufConfig(dequantize=True)
-        arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder), **_only_safetensors(self.location)}
-        model = _with_all_weights(self.recipe, {**self.location, **arguments})
+            location = {"pretrained_model_name_or_path": str(folder / "whole")}
+            _with_all_weights(self.recipe, {**self.location, **arguments}).save_pretrained(folder / "whole")
+            del arguments["quantization_config"]
+        arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder), **_only_safetensors(location)}
+        model = _with_all_weights(self.recipe, {**location, **arguments})
         maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
         files = next(each.dataset for each in maps if each is not None)
         if self.recipe.headed:

@@ -119,10 +119,12 @@ def _quantized(trace: Trace, stored: str, place: str | None = None) -> float:
 
 
 def _reached(experts: tuple[int, ...], adapters: set[tuple[int, ...]]) -> bool:
-    """Whether there are adapters for (experts, rows, columns): those of all experts lie side by side."""
+    """Whether there are adapters for (experts, rows, columns), those of all experts side by side, or what is trained in
+    full."""
     _, rows, columns = experts
-    return any(
+    ranks = {shape[0] for shape in adapters if len(shape) == 2}
+    return experts in adapters or any(
         {(rank, columns), (rows, rank)} <= adapters or {(rank, rows), (columns, rank)} <= adapters
-        for rank, _ in adapters
+        for rank in ranks
         if rank % experts[0] == 0
     )

@@ -148,9 +148,10 @@ def vllm_line(recipe: Recipe, model: str, name: str, merged: bool = False) -> st
         words += [model, "--served-model-name", name]
     else:
         words += [*base(recipe), *adapters(recipe), "--lora-modules", f"{name}={model}"]
-        # With an adapter vLLM takes the base's template; the folder has the one that was trained with.
+        # With an adapter vLLM takes the base's template and tokenizer; the folder has those that were trained with.
         if recipe.model.chat_template:
             words += ["--chat-template", str(Path(model) / "chat_template.jinja")]
+        words += ["--tokenizer", model] if recipe.model.tokenizer else []
     return _line(*words, *_settings(recipe, "--default-chat-template-kwargs"))
 
 

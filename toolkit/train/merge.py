@@ -2,9 +2,10 @@
 
 PEFT's merge is trusted only as far as it is proved: adapters, merged model and saved files must give the same logits on
 real rows, or nothing is written. Several adapters are added up, each times a weight, which logits can prove; whether
-TIES or DARE came out right, they could not. No model is ever whole in memory, see `models/blockwise.py`: what fp32
-weights would take (32 GB for 8 billion parameters, 282 GB for 70) is more than the machine has that trained them in 4
-bits. Each comparison reads all files once more instead; nothing else decides how long a merge takes.
+TIES or DARE came out right, they could not. No model is ever whole in memory, but while one is read from a GGUF file,
+see `models/blockwise.py`: what fp32 weights would take (32 GB for 8 billion parameters, 282 GB for 70) is more than the
+machine has that trained them in 4 bits. Each comparison reads all files once more instead; nothing else decides how
+long a merge takes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from typing import Any
 import psutil
 import torch
 
-from toolkit.cache import build_once
 from toolkit.common import UserError
 from toolkit.data.collate import IGNORE
 from toolkit.data.prepare import prepare
@@ -33,11 +33,13 @@ from toolkit.models.adapters import cast_parameters, kept_in_fp32
 from toolkit.models.blockwise import Blockwise, Merged, blocks
 from toolkit.models.load import ModelSource
 from toolkit.models.sentence_files import write_modules
+from toolkit.models.special_tokens import take_tokens
 from toolkit.planner.hardware.detect import ram
 from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
 from toolkit.report.load import read_manifest
 from toolkit.train.export import final_model, opened
+from toolkit.train.storage import build_new
 
 MERGE_TOLERANCE = 1e-4
 """Largest allowed distance of merged from adapter logits in fp32, relative to the largest logit: rounding is 1e-6."""
@@ -99,17 +101,14 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
 
     def write(folder: Path) -> None:
         work = folder / "work"
-        proof.update(_merge_into(folder, source, adapters, _Probe(rows, tokenizer.pad_token_id), work))
+        proof.update(_merge_into(folder, source, tokenizer, adapters, rows, work))
         shutil.rmtree(work, ignore_errors=True)
         tokenizer.save_pretrained(folder)
         if source.recipe.embeds:
             write_modules(folder, source)
         write_json(folder / "merge_proof.json", proof)
 
-    try:
-        build_once(output, write)
-    finally:
-        Path(f"{output}.lock").unlink(missing_ok=True)
+    build_new(output, write, "--output")
     text = (
         f"merged into {output}\n"
         f"proof: {proof['rows']} rows, {proof['tokens']} tokens: logits equal to {proof['distance']:.1e} of the "
@@ -157,10 +156,10 @@ def _check_sum(runs: Sequence[Path], recipes: Sequence[Recipe], weights: Sequenc
 
 
 def _merge_into(
-    folder: Path, source: ModelSource, adapters: Mapping[Path, float], probe: _Probe, work: Path
+    folder: Path, source: ModelSource, tokenizer: Any, adapters: Mapping[Path, float], rows: list[Any], work: Path
 ) -> dict[str, Any]:
     """Writes the merged model into a folder. Returns what was compared."""
-    types = dtypes(source.recipe)
+    types, probe = dtypes(source.recipe), _Probe(rows, tokenizer.pad_token_id)
     base = source.in_files(types, work / "base")
     adapted_model = base.adapted(adapters)
     place, memory = place_for(adapted_model, probe.tokens * (source.vocab_size or 0))
@@ -188,7 +187,9 @@ def _merge_into(
     # How much rounding the weights moves scores is for people to judge: the fewer a head has, the more.
     proof["distance_as_saved"] = _distance(before, wanted)
 
-    _save(base.model(), Merged(adapted, getattr(torch, types.export)), types.export, folder)
+    model = base.model()
+    take_tokens(model, tokenizer)
+    _save(model, Merged(adapted, getattr(torch, types.export)), types.export, folder)
     saved: dict[str, Any] = {
         "model.path": str(folder),
         "model.gguf_file": None,

@@ -17,6 +17,7 @@ from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
 from toolkit.models.parts import divide_model
 from toolkit.models.pipeline import elsewhere, split_layers
+from toolkit.models.special_tokens import take_tokens
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.recipe.precisions import FP8_SCALING
 from toolkit.report.load import Parameters
@@ -63,6 +64,7 @@ def load_model(decided: Decided, arguments: TrainingArguments, progress: Progres
     begins, apart = source_of(decided.source, decided.folder), world.world_size // layout.pipeline
     away = elsewhere(auto_class(recipe.objective), begins.config, split, world.rank // apart) if split else ()
     base = begins.load(types, decided.attention, away)
+    take_tokens(base, decided.tokenizer)  # Trainers would do so later, and leave what cannot be saved.
     dropout.install()
     share(layout)
     # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.

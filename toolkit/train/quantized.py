@@ -24,7 +24,6 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from toolkit.cache import build_once
 from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
@@ -41,6 +40,7 @@ from toolkit.train import gguf
 from toolkit.train.export import final_model, load_trained, on_device, opened
 from toolkit.train.export_proof import Outputs, Probe, distance
 from toolkit.train.merge import merge
+from toolkit.train.storage import build_new
 
 READ_BACK = 1e-3
 """Largest allowed distance of outputs of the files from those of the model that was saved, relative to the largest."""
@@ -161,10 +161,7 @@ def export(run: Path, form: str, output: Path) -> str:
             exporting.require("by sentence-transformers", proof["distance_by_sentence_transformers"], roundings=4)
         write_json(folder / "export_proof.json", proof)
 
-    try:
-        build_once(output, write)
-    finally:
-        Path(f"{output}.lock").unlink(missing_ok=True)
+    build_new(output, write, "output=DIR")
     text = (
         f"exported to {output}: {bytes_text(proof['bytes'])} of weights, {bytes_text(proof['bytes_before'])} before\n"
         f"{probe.sentence(proof)}; read back from the files: {proof['distance_as_saved']:.1e}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from toolkit.common import UserError
+from toolkit.cache import build_once
+from toolkit.common import UserError, bytes_text
 
 _STORAGE = {
     **{errno.ENOSPC: "its disk is full", errno.EDQUOT: "the quota of its disk is used up"},
@@ -17,8 +21,10 @@ _STORAGE = {
     **{errno.EACCES: "it may not be written any more", errno.EPERM: "it may not be written any more"},
     **{errno.ESTALE: "its disk is not mounted any more"},
 }
-_UNNUMBERED = ("PytorchStreamWriter", "iostream error", "unexpected pos", "os error", "Failed to write")
-"""What C++ and Rust code says of a file that it could not write, without the reason's number."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What no reading ends with."""
+_UNNUMBERED = ("PytorchStreamWriter", "iostream error", "unexpected pos", "Failed to write")
+"""What C++ code says of a file that it could not write, without the reason's number."""
 
 
 def unwritable(folder: Path, error: BaseException, key: str = "output.dir") -> UserError | None:
@@ -30,7 +36,7 @@ def unwritable(folder: Path, error: BaseException, key: str = "output.dir") -> U
         key: The setting that names another folder.
     """
     errors = _chain(error)
-    numbers = [each.errno for each in errors if isinstance(each, OSError)]
+    numbers = _numbers(errors)
     if not any(number in _STORAGE or number == errno.ENOENT for number in numbers) and not any(
         sign in str(each) for each in errors for sign in _UNNUMBERED
     ):
@@ -47,6 +53,58 @@ def unwritable(folder: Path, error: BaseException, key: str = "output.dir") -> U
         fewer = "lower checkpoint.save_total_limit, " * (key == "output.dir")
         change = f"free space there ({free:.2f} GB are left), {fewer}or set {key}"
     return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {again}")
+
+
+def build_new(output: Path, build: Callable[[Path], None], key: str) -> None:
+    """Has a folder filled that is not there yet, and that is there once it is whole.
+
+    Args:
+        build: See `build_once`.
+        key: What names another folder.
+
+    Raises:
+        UserError: If its disk has no room, or another process fills it at the same time.
+    """
+    built = False
+
+    def fill(folder: Path) -> None:
+        nonlocal built
+        with room_for(output, folder, key):
+            build(folder)
+        built = True
+
+    try:
+        build_once(output, fill)
+    finally:
+        Path(f"{output}.lock").unlink(missing_ok=True)
+    if not built:
+        raise UserError(f"another process has written {output} meanwhile", f"use it, or name another with {key}")
+
+
+@contextlib.contextmanager
+def room_for(output: Path, folder: Path, key: str) -> Iterator[None]:
+    """Has an error for which a disk is too full say so.
+
+    Args:
+        output: What is being written, for people.
+        folder: Where it lies until it is whole; it is removed after an error.
+        key: What names another folder.
+
+    Raises:
+        UserError: In the place of such an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = next((number for number in _numbers(_chain(error)) if number in _FULL), None)
+        if number is None:
+            raise
+        change = "raise that limit"
+        if number != errno.EFBIG:
+            held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            room = bytes_text(shutil.disk_usage(folder).free + held)
+            change = f"free space there, where {room} were not enough, or name another folder with {key}"
+        raise UserError(f"{output} cannot be written: {_STORAGE[number]}", f"{change}; nothing was written") from error
 
 
 def is_gone(folder: Path) -> bool:
@@ -66,6 +124,13 @@ def _tried(folder: Path) -> int | None:
     except OSError as error:
         return error.errno if error.errno in _STORAGE else None
     return None
+
+
+def _numbers(errors: list[BaseException]) -> list[int]:
+    """Those of the system, which Rust's errors, and those of other processes, have in their texts."""
+    said = (re.findall(r"\b(?:os error|Errno) (\d+)\b", str(each)) for each in errors)
+    numbers = [each.errno for each in errors if isinstance(each, OSError) and each.errno is not None]
+    return [*numbers, *(int(number) for found in said for number in found)]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

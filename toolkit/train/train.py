@@ -288,7 +288,8 @@ def _save_final(session: Session, callbacks: Callbacks, chosen: Chosen | None) -
         file, path = place / "adapter_config.json", recipe.model.path
         config = json.loads(file.read_text(encoding="utf-8"))
         config = of_twice_the_rank(config) if session.start else config
-        write_json(file, {**config, "base_model_name_or_path": BUILTIN_MODELS.get(path, path)})
+        base = {"base_model_name_or_path": BUILTIN_MODELS.get(path, path), "revision": recipe.model.revision}
+        write_json(file, config | base)
     if recipe.embeds:
         write_modules(place, session.source)
     files = {name: content for name, content in contents(place).items() if name != "README.md"}
