@@ -54,10 +54,10 @@ class _Visitor(HydraOverrideVisitor):
             if (name := self.visitDictKey(ctx.getChild(place).getChild(0))) in names:
                 raise _TwiceError(str(name))
             names.add(name)
-        return super().visitDictContainer(ctx)  # type: ignore[return-value]
+        return super().visitDictContainer(ctx)
 
 
-overrides_parser.HydraOverrideVisitor = _Visitor  # type: ignore[misc,attr-defined]
+overrides_parser.HydraOverrideVisitor = _Visitor  # type: ignore[misc]
 
 _FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w.]*)(?P<equals>=?)(?P<text>.*)", re.DOTALL)
 
