@@ -192,7 +192,7 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
         a run that is all warm-up one (`polynomial`) would divide by the steps that are left, which are none."""
         if self.is_deepspeed_enabled:
             self.optimizer.optimizer.defaults = inner_optimizer(self.optimizer).defaults
-        steps = max(num_training_steps, self.args.warmup_steps + 1)  # type: ignore[attr-defined]
+        steps = max(num_training_steps, self.args.warmup_steps + 1)
         return super().create_scheduler(steps, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
