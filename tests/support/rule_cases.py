@@ -634,6 +634,10 @@ CASES = [
     ("preference-tokens", [*DPO, "batch.tokens_per_step=32768"], ["~batch.tokens_per_step", "global_batch_size=8"]),
     ("preference-train-on", [*DPO, "data.train_on=assistant"], ["~data.train_on"]),
     ("preference-dropout", [*DPO, LORA, "lora_dropout=0.1"], ["method.lora_dropout=0"]),
+    *(
+        ("preference-neftune", [*each, NOISE], ["~extra.training_arguments.neftune_noise_alpha"])
+        for each in (DPO, ["objective=kto"], GRPO, RLOO)
+    ),
     ("preference-eva", [*DPO, LORA, "method.init_lora_weights=eva"], ["method.init_lora_weights=default"]),
     *(
         (f"preference-{way}", [*DPO, *DDP, f"parallel.{way}=3"], fix)

@@ -424,6 +424,15 @@ def test_every_schedule_warms_up_and_goes_on(name: str) -> None:
         assert rates[-1] < max(rates)
 
 
+@pytest.mark.parametrize("name", sorted(SCHEDULES.keys() - {"constant"}))
+def test_every_schedule_ends_a_run_that_is_all_warm_up(name: str) -> None:
+    args = SCHEDULE_ARGS.get(name, "{}")
+    trainer = set_up(f"schedule={{name: {name}, max_steps: 2, warmup_steps: 2, args: {args}}}").trainer
+    trainer.train()
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+    assert len(rates) == 2 and rates[0] < rates[1]
+
+
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser import overrides_parser
+from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
 from hydra.errors import HydraException
 
 from toolkit.recipe import hydra_habits
@@ -38,6 +39,25 @@ _HELD_OUT = 0.05
 """Fraction of rows that takes the place of a split's name; what all messages give as an example."""
 
 _ALL_KEYS = "`toolkit show --help` lists all keys"
+
+
+class _TwiceError(HydraException):
+    """A key that stands twice in one mapping."""
+
+
+class _Visitor(HydraOverrideVisitor):
+    """Of Hydra's own, the last value of such a key wins in silence."""
+
+    def visitDictContainer(self, ctx: Any) -> dict[str, Any]:
+        names: set[Any] = set()
+        for place in range(1, ctx.getChildCount() - 1, 2):
+            if (name := self.visitDictKey(ctx.getChild(place).getChild(0))) in names:
+                raise _TwiceError(str(name))
+            names.add(name)
+        return super().visitDictContainer(ctx)
+
+
+overrides_parser.HydraOverrideVisitor = _Visitor  # type: ignore[misc]
 
 _FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w.]*)(?P<equals>=?)(?P<text>.*)", re.DOTALL)
 
@@ -220,7 +240,10 @@ def _full_key(key: str) -> str:
 def _value(key: str, text: str) -> Any:
     """The value as Hydra's grammar reads it. What it cannot read is plain text."""
     try:
-        parsed = OverridesParser.create().parse_override(f"{key}={text}")
+        parsed = overrides_parser.OverridesParser.create().parse_override(f"{key}={text}")
+    except _TwiceError as error:
+        where = Problem(f"{key}.{error}", "is given twice", COMMAND_LINE, text, hint="remove one of them")
+        raise RecipeError("", [where]) from None
     except (HydraException, ValueError, RecursionError) as error:
         if text.lstrip().startswith(("[", "{", "(", "'", '"')):
             why = str(error).splitlines()[0].partition(" expecting")[0]

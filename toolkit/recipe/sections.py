@@ -197,7 +197,8 @@ class Optimizer(Section):
     """Peak learning rate, reached after warm-up. Adapters have 2e-4 by default, ten times as much; objectives of
     preference a twentieth of either."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay; norm weights and biases are never decayed."""
+    """Weight decay; norm weights and biases are never decayed. It is decoupled from the gradient, except for `sgd`,
+    `adagrad` and `rmsprop` of every kind, whose libraries add it to the gradient (L2)."""
     beta1: DecayRate = 0.9
     """Decay rate of the first moment, for optimizers of the Adam and Lion families."""
     beta2: DecayRate = 0.999

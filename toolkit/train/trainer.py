@@ -187,11 +187,13 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
                     self.tell_late()
                 raise
 
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedules that end at a rate of their own ask the optimizer for its peak, which DeepSpeed's do not say."""
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """Schedules that end at a rate of their own ask the optimizer for its peak, which DeepSpeed's do not say. After
+        a run that is all warm-up one (`polynomial`) would divide by the steps that are left, which are none."""
         if self.is_deepspeed_enabled:
             self.optimizer.optimizer.defaults = inner_optimizer(self.optimizer).defaults
-        return super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        steps = max(num_training_steps, self.args.warmup_steps + 1)
+        return super().create_scheduler(steps, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         beat(f"in step {self.state.global_step + 1}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.heads import REWARD
-from toolkit.recipe.preference import OF_DIFFERENCES, PREFERENCES, SMOOTHED, Preference
+from toolkit.recipe.preference import OF_DIFFERENCES, PREFERENCES, REFERRING, SMOOTHED, Preference
 from toolkit.recipe.schema import Recipe
 
 
@@ -123,6 +123,14 @@ PREFERENCE_RULES = {
         lambda r: r.method.name == "lora" and r.method.lora_dropout > 0,
         "answers are compared without dropout, whose noise would pass for a change of preference",
         "set method.lora_dropout=0",
+    ),
+    "preference-neftune": Rule(
+        "extra.training_arguments",
+        lambda r, _: (
+            (r.objective in REFERRING or r.reinforces) and bool(r.extra.training_arguments.get("neftune_noise_alpha"))
+        ),
+        "answers are compared with, or drawn by, the model without NEFTune's noise, and the noise passes for a change",
+        "remove extra.training_arguments.neftune_noise_alpha",
     ),
     "preference-eva": Rule(
         "method.init_lora_weights",
