@@ -100,6 +100,8 @@ class LateRows:
         learning_rate: float | None = None,
     ) -> None:
         self.tell_late()  # Of the last step of an epoch.
+        # Who goes on from a checkpoint has no losses of the steps before it.
+        self.control.should_log = self.control.should_log or self.control.should_save
         asked = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         if asked and learning_rate is not None and self._may_be_late(tr_loss):
             self._late = self._take(tr_loss, grad_norm, {"learning_rate": learning_rate}, start_time)
