@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,18 @@ def test_later_values_are_chosen_by_what_earlier_ones_came_to(place: Path) -> No
     assert sum(distances[16:]) / 8 < sum(distances[:4]) / 4 and min(distances) < 0.3
     best = search(*asked, count=24)._best()
     assert best is not None and best[1] == pytest.approx(1 + min(distances) ** 2)
+
+
+def test_a_run_that_failed_and_is_tried_again_counts(place: Path) -> None:
+    asked = [RATES, "output.dir=again"]
+    found = search(*asked)
+    found._state.tried += [Tried(values={"learning_rate": "0.001"}), Tried(values={"learning_rate": "0.002"})]
+    finished_run(found._place(0), {2: 1.5})
+    finished_run(found._place(1), {0: 3.0}, status="failed")
+    assert [each.state.name for each in found._study().trials] == ["COMPLETE", "FAIL"]
+    shutil.rmtree(found._place(1))
+    finished_run(found._place(1), {0: 3.0, 2: 1.0})
+    assert [(each.state.name, each.value) for each in found._study().trials] == [("COMPLETE", 1.5), ("COMPLETE", 1.0)]
 
 
 def test_values_that_the_processes_of_this_machine_cannot_take_are_left_out(

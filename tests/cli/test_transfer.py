@@ -70,6 +70,13 @@ def test_what_is_unlike_is_refused_or_said(place: Path, capsys: pytest.CaptureFi
     larger = swept(place, "larger", 4e-3, "batch.global_batch_size=8")
     assert main(["transfer", str(larger), "--for", "small"]) == 0
     assert "not the same: batch.global_batch_size is 8 there, 4 here" in capsys.readouterr().out
+    same = swept(place, "tokens", 4e-3, "batch.tokens_per_step=512")
+    assert main(["transfer", str(same), "--for", "small"]) == 0
+    assert "not the same" not in capsys.readouterr().out
+    write_recipe(place, "epochs", RECIPE.replace("max_steps: 2", "num_epochs: 5"))
+    longer = swept(place, "longer", 4e-3, "schedule.num_epochs=3")
+    assert main(["transfer", str(longer), "--for", "epochs"]) == 0
+    assert "not the same: schedule.num_epochs is 3.0 there, 5.0 here" in capsys.readouterr().out
     assert main(["transfer", str(place / "llama"), "--for", "small"]) == 1
     assert "holds no finished run" in capsys.readouterr().err
 

@@ -99,6 +99,22 @@ def split(logits: torch.Tensor) -> list[torch.Tensor]:
     return [part for row, n in zip(logits, PACKED, strict=True) for part in row[: sum(n)].split(n)]
 
 
+@pytest.mark.parametrize(
+    ("layout", "counted"),
+    [("padded", [9, 9, 16]), ("packed", [9, 9, 16]), ("flat", [9, 9, 16]), ("pairs", [9, 12, 32])],
+)
+def test_tokens_of_a_batch_are_counted_without_padding(layout: Any, counted: list[int]) -> None:
+    """Two rows of 6 and 3, with 2 and 1 trained, which of pairs are the targets; filled up to multiples of 8."""
+    rows = [
+        {"input_ids": [0, 2, 3, 4, 5, 0], "labels": [IGNORE, IGNORE, IGNORE, IGNORE, 5, 0]},
+        {"input_ids": [2, 3, 4], "labels": [IGNORE, IGNORE, 4]},
+    ]
+    if layout == "pairs":
+        rows = [row | {"labels": [each for each in row["labels"] if each != IGNORE]} for row in rows]
+    collator = Collator(0, layout, 8)
+    assert collator.tokens(collator(rows)).tolist() == counted
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ISOLATING)
 def test_packed_equals_unpacked(name: str, attention: str) -> None:

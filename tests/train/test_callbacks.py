@@ -78,7 +78,7 @@ def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch
         step_seconds=SimpleNamespace(value=1.0), tokens_per_step=50.0, model_flops_per_step=400.0, mfu=0.4
     )
     plan = SimpleNamespace(work=work)
-    meter = Meter(session(tmp_path, Length(20, None, 0, 5), [], guard=SimpleNamespace(plan=plan)))
+    meter = Meter(session(tmp_path, Length(20, None, 0, 5), [25] * 8, guard=SimpleNamespace(plan=plan)))
     state = type("State", (), {"global_step": 0, "max_steps": 20, "log_history": []})()
     meter.on_train_begin(None, state, None)
     for step in range(1, 13):

@@ -17,6 +17,7 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import RUN, SUPPORT, environment, losses, metrics, write_recipe
@@ -25,7 +26,7 @@ from tiny import chat_rows, tiny_model
 
 from toolkit.common import UserError
 from toolkit.train import process as process_module
-from toolkit.train.callbacks import Evaluator
+from toolkit.train.callbacks import CleanStop, Evaluator
 from toolkit.train.main import main
 from toolkit.train.run_folder import hash_files
 
@@ -115,6 +116,43 @@ def test_killed_run_continues_to_the_same_losses(place: Path, ranks: Ranks) -> N
     assert losses(run) == pytest.approx(losses(place / "runs" / "straight"), rel=1e-7)
     assert [row["step"] for row in metrics(run)] == [0, *range(1, 13), 12]
     assert json.loads((run / "manifest.json").read_text())["resumed_from"].endswith(("checkpoint-3", "checkpoint-6"))
+
+
+def test_a_run_goes_on_with_the_intervals_that_it_is_given(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever set out without checkpoints, and stopped, may want some from then on."""
+
+    def stop_after_two(self: CleanStop, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stopped = control.should_save = control.should_training_stop = state.global_step == 2
+
+    run = place / "runs" / "small"
+    with monkeypatch.context() as patch:
+        patch.setattr(CleanStop, "on_step_end", stop_after_two)
+        assert main(["recipe=small", "save_steps=null"]) == 0
+    others = ["save_steps=5", "checkpoint.save_total_limit=9", "logging.every_steps=4"]
+    assert main(["recipe=small", *others]) == 0
+    assert {each.name for each in (run / "checkpoints").iterdir()} == {f"checkpoint-{step}" for step in (2, 5, 10, 12)}
+    assert [row["step"] for row in metrics(run) if "loss" in row] == [1, 2, 4, 5, 8, 10, 12]
+
+
+def test_losses_before_a_checkpoint_are_told_if_a_run_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of metrics is a mean over steps; a run that goes on in the middle of them knows the later ones alone."""
+
+    def fail_in_eight(self: CleanStop, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert state.global_step != 8, "the end"
+
+    often = ["recipe=small", "logging.every_steps=4"]
+    assert main([*often, "output.name=straight"]) == main(["recipe=small", "output.name=each"]) == 0
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="the end"):
+        patch.setattr(CleanStop, "on_step_end", fail_in_eight)
+        main([*often, "output.name=ended"])
+    assert main([*often, "output.name=ended"]) == 0
+    runs = place / "runs"
+    assert losses(runs / "ended") == pytest.approx(losses(runs / "straight"), rel=1e-7)
+    rows = [row for row in metrics(runs / "ended") if "loss" in row]
+    assert [row["step"] for row in rows] == [3, 4, 6, 8, 9, 12]
+    each = losses(runs / "each")
+    for before, row in zip([0, 3, 4, 6, 8, 9], rows, strict=True):
+        assert row["loss"] == pytest.approx(sum(each[before : row["step"]]) / (row["step"] - before), rel=1e-6)
 
 
 def losses_so_far(run: Path) -> list[str]:

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
 from trl import SFTTrainer
 
 from toolkit import data
+from toolkit.data.collate import mask_of
 from toolkit.data.prepare import prepare
 from toolkit.models.load import ModelSource
 from toolkit.recipe import load
@@ -168,6 +169,34 @@ def test_workers_change_no_loss_nor_where_a_run_goes_on(place: Path, workers: in
 
 def _stop_after_five(self: CleanStop, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
     self.stopped = control.should_save = control.should_training_stop = state.global_step == 5
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_tokens_of_a_stream_are_those_of_its_rows(place: Path, packing: str) -> None:
+    """As many as were read, not as fit; also after it was stopped, and over steps that share a line."""
+    run = ["recipe=small", "streaming=true", "data.eval_split=null", f"data.packing={packing}", "max_steps=8"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CleanStop, "on_step_end", _stop_after_five)
+        assert main(run) == 0
+    assert main([*run, "logging.every_steps=3"]) == 0
+    trainer = set_up(*run[1:], "output.name=again", "data.num_workers=0").trainer
+    batches = iter(trainer.get_train_dataloader())
+    by_step, padded = [], []
+    for _ in range(8):
+        each, _ = trainer.get_batch_samples(batches, trainer.args.gradient_accumulation_steps, trainer.args.device)
+        shown = [batch["text_mask"] if "text_mask" in batch else mask_of(batch) for batch in each]
+        by_step.append(sum(int(mask.sum()) for mask in shown))
+        padded.append(sum(mask.numel() for mask in shown))
+    rows = {row["step"]: row for row in metrics(place / "runs" / "small") if "loss" in row}
+    assert list(rows) == [1, 2, 3, 4, 5, 6, 8]
+    for step, row in rows.items():
+        since = 6 if step == 8 else step - 1
+        assert row["tokens"] == sum(by_step[:step])
+        share = 1 - sum(by_step[since:step]) / sum(padded[since:step])
+        assert row["padding"] == pytest.approx(share, abs=1e-4)
+        seconds = row["step_seconds"] * (step - since)
+        assert row["tokens_per_second"] == pytest.approx(sum(by_step[since:step]) / seconds, rel=0.02)
+    assert sum(by_step) < 0.9 * 8 * GLOBAL_BATCH * SEQ_LEN
 
 
 @pytest.mark.parametrize("streaming", [[], ["streaming=true", "data.eval_split=null"]], ids=["rows", "stream"])

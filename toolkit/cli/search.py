@@ -155,9 +155,10 @@ class Search:
         direction = "minimize" if self._metric == "eval_loss" else "maximize"
         study = optuna.create_study(direction=direction, sampler=sampler, pruner=pruner)
         for at in range(len(self._state.tried)):
-            if at not in self._known and (seen := self._seen(at)).state.is_finished():
+            seen = self._known.get(at) or self._seen(at)
+            if seen.value is not None or self._state.tried[at].ended:  # One that failed may be tried again.
                 self._known[at] = seen
-            study.add_trial(self._known.get(at) or seen)
+            study.add_trial(seen)
         return study
 
     def _seen(self, at: int) -> optuna.trial.FrozenTrial:

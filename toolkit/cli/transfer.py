@@ -18,7 +18,7 @@ from toolkit.report.load import number, read_run
 
 _SAME = ("objective", "method.name", "optimizer.name")
 """What has to be the same for a learning rate to mean the same."""
-_NOTED = ("batch.global_batch_size", "batch.seq_len", "schedule.max_steps", "schedule.epochs", "schedule.name")
+_NOTED = ("batch.global_batch_size", "batch.seq_len", "schedule.max_steps", "schedule.num_epochs", "schedule.name")
 """What moves the best learning rate by less, and is said."""
 
 
@@ -98,5 +98,8 @@ def _width(recipe: Recipe, where: str) -> int:
 
 
 def _difference(one: Recipe, other: Recipe, key: str) -> str:
-    values = [value_at(each.model_dump(mode="json"), key.split(".")) for each in (one, other)]
+    dumps = [each.model_dump(mode="json") for each in (one, other)]
+    for dump, each in zip(dumps, (one, other), strict=True):
+        dump["batch"]["global_batch_size"] = each.batch.sequences_per_step  # Whichever key says it.
+    values = [value_at(dump, key.split(".")) for dump in dumps]
     return "" if values[0] == values[1] else f"{key} is {inline(values[0])} there, {inline(values[1])} here"

@@ -154,6 +154,15 @@ class Collator:
             batch["max_length_q"] = batch["max_length_k"] = int(lengths[0].max())
         return batch
 
+    def tokens(self, batch: dict[str, Any]) -> torch.Tensor:
+        """(3,) of a batch: the tokens of its rows, of pairs those of the sources; all tokens; and all with padding."""
+        ids, mask = batch["input_ids"], batch.get("attention_mask", batch.get("text_mask"))
+        rows = ids.new_tensor(ids.numel()) if mask is None else mask.sum()
+        pairs = self.layout == "pairs"
+        targets = (batch["labels"] != IGNORE).sum() if pairs else 0
+        padded = ids.new_tensor(ids.numel() + (batch["labels"].numel() if pairs else 0))
+        return torch.stack([rows, rows + targets, padded])
+
     def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
         """The example that each of a batch's `label_positions` belongs to, known on the host."""
         return self.example_at(batch["label_positions"], examples, batch["labels"].shape[1])

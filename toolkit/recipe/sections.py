@@ -375,7 +375,7 @@ class Logging(Section):
     """What is reported while training. `metrics.jsonl` in the run folder is always written."""
 
     every_steps: PositiveInt = 1
-    """Write metrics every so many optimizer steps."""
+    """Write metrics every so many optimizer steps; also at each evaluation and checkpoint, and at the end."""
     profile: bool = False
     """Watch three steps after the first two with torch's profiler: print what kinds of operations they go on, and write
     `profile.json.gz` into the run folder, a trace to open in Perfetto."""

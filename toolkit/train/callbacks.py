@@ -45,14 +45,13 @@ def step_tokens(session: Session) -> Callable[[int, int], tuple[int, float | Non
     """Counts tokens, padding left out, of the steps after a first one up to and including a last one, and the share of
     padding in what is computed.
 
-    They are known from the order of rows, without touching a device. The lengths of a stream's rows are not: full
-    sequences are assumed.
+    They are known from the order of rows, without touching a device. Those of a stream are counted in its batches.
     """
     batches, layout = session.trainer.batches, session.layout
     if session.recipe.writes:  # Answers are counted when they are there.
         return lambda first, last: (session.trainer.take_tokens(), None)
     if batches is None:
-        return lambda first, last: ((last - first) * layout.tokens_per_step, None)
+        return lambda first, last: session.trainer.waiting.take_streamed()
 
     def count(first: int, last: int) -> tuple[int, float]:
         tokens = batches.tokens(first, last)
@@ -86,7 +85,7 @@ class Meter(TrainerCallback):
         self._paused = 0.0
         # Encoder-decoders say no more.
         self._said = lambda: getattr(session.trainer, "said", ())
-        self._counts_itself = session.recipe.writes
+        self._counts_itself = session.recipe.writes or session.trainer.batches is None
         self._trainer, self._work = session.trainer, guard.plan.work if guard else None
         self.last: dict[str, Any] = {}
         self._unwritten = b""

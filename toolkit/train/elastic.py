@@ -60,6 +60,12 @@ class Continues:
             follow(self.lr_scheduler)  # type: ignore[attr-defined]
         return prepared
 
+    def _init_training_state(self, max_steps: int, *args: Any) -> Any:
+        """Theirs takes over the checkpoint's intervals of saving and logging, which may be others now."""
+        found = super()._init_training_state(max_steps, *args)  # type: ignore[misc]
+        self.state.compute_steps(self.args, max_steps)  # type: ignore[attr-defined]
+        return found
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Has random numbers go on as they were saved once the first batches are there. The loop would do so later,
         when some trainers have taken passes over these."""

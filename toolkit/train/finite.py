@@ -37,8 +37,8 @@ class Finite(TrainerCallback):
             # Steps whose gradients overflow are skipped where the loss is scaled.
             skipped = key == "grad_norm" and self._session.recipe.precision == "fp16"
             if value is not None and not (skipped or math.isfinite(value)):
-                every = self._session.recipe.logging.every_steps
-                among = f" or one of the {every - 1} before it" if every > 1 else ""
+                before = state.global_step - self._logged - 1
+                among = f" or one of the {before} before it" if before else ""
                 what = f"at step {state.global_step}{among} the {name} became {value}"
                 if self._session.leads:
                     steps = list(range(self._logged + 1, state.global_step + 1))

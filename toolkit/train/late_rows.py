@@ -25,7 +25,8 @@ class _Late:
     """What is known of a step when it has been launched.
 
     Args:
-        numbers: Loss, trained tokens, norm of the gradients, and what is told of rows: on the host, once `ready`.
+        numbers: Loss, trained tokens, those of a stream (3), norm of the gradients, and what is told of rows: on the
+            host, once `ready`.
         ready: The end of the step on the device.
         normed: Whether there is a norm.
         logs: Already known.
@@ -80,10 +81,11 @@ class LateRows:
         before, at = self._clock
         ended = min(time.monotonic(), at + before.elapsed_time(late.ready) / 1e3)
         self._clock = late.ready, ended
-        loss, trained, *seen = late.numbers.tolist()
+        loss, *known = late.numbers.tolist()
+        tokens, seen = known[:4], known[4:]
         self._total_loss_scalar += loss
         logs = {"loss": loss / late.steps} | ({"grad_norm": seen.pop(0)} if late.normed else {}) | late.logs
-        with self._as_of(late, int(trained), seen, ended):
+        with self._as_of(late, tokens, seen, ended):
             self.log(logs, late.started)  # type: ignore[attr-defined]
 
     def _maybe_log_save_evaluate(
@@ -98,6 +100,8 @@ class LateRows:
         learning_rate: float | None = None,
     ) -> None:
         self.tell_late()  # Of the last step of an epoch.
+        # Who goes on from a checkpoint has no losses of the steps before it.
+        self.control.should_log = self.control.should_log or self.control.should_save
         asked = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         if asked and learning_rate is not None and self._may_be_late(tr_loss):
             self._late = self._take(tr_loss, grad_norm, {"learning_rate": learning_rate}, start_time)
@@ -118,7 +122,7 @@ class LateRows:
     def _take(self, tr_loss: torch.Tensor, norm: Any, logs: dict[str, float], started: float) -> _Late:
         state, waiting = self.state, self.waiting
         norms = [] if norm is None else [norm.full_tensor() if isinstance(norm, DTensor) else norm]
-        numbers = [tr_loss, waiting.trained, *norms, *([] if self._seen is None else self._seen)]
+        numbers = [tr_loss, waiting.trained, *waiting.streamed, *norms, *([] if self._seen is None else self._seen)]
         host = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
         for place, number in zip(host, numbers, strict=True):
             place.copy_(torch.as_tensor(number, dtype=torch.float64), non_blocking=True)
@@ -126,26 +130,26 @@ class LateRows:
         known = (bool(norms), logs, steps, state.global_step, state.epoch, waiting.seconds, started)
         late = _Late(host, _now(), *known)
         tr_loss.zero_()
-        waiting.seconds, waiting.trained, self._seen = 0.0, 0, None
+        waiting.seconds, waiting.trained, waiting.streamed, self._seen = 0.0, 0, (0, 0, 0), None
         self._globalstep_last_logged = state.global_step
         self.store_flos()  # type: ignore[attr-defined]
         self.control.should_log = False
         return late
 
     @contextlib.contextmanager
-    def _as_of(self, late: _Late, trained: int, seen: list[float], ended: float) -> Iterator[None]:
+    def _as_of(self, late: _Late, tokens: list[float], seen: list[float], ended: float) -> Iterator[None]:
         """While this lasts, all is as it was after a step, and what is logged is no answer to who asks for metrics."""
         state, waiting = self.state, self.waiting
         asked, now = self.control.should_log, (state.global_step, state.epoch)
-        since = (waiting.seconds, waiting.trained, self._seen)
+        since = (waiting.seconds, waiting.trained, waiting.streamed, self._seen)
         state.global_step, state.epoch, self.row_time = late.step, late.epoch, ended
-        waiting.seconds, waiting.trained = late.waited, trained
+        waiting.seconds, waiting.trained, waiting.streamed = late.waited, tokens[0], tokens[1:]
         self._seen = torch.tensor(seen, dtype=torch.float64) if seen else None
         try:
             yield
         finally:
             state.global_step, state.epoch = now
-            waiting.seconds, waiting.trained, self._seen = since
+            waiting.seconds, waiting.trained, waiting.streamed, self._seen = since
             self.row_time, self.control.should_log = None, asked
 
 

@@ -87,17 +87,26 @@ class Waiting:
         newest: Seconds in which the loop waited for those of the newest step.
         seconds: In which the loop waited for them, and the processes told each other how many tokens they train.
         trained: Tokens with a label, of all processes. A tensor, so that no device is waited for in a step.
+        streamed: (3,) of a stream's rows, in the same way: see `Collator.tokens`.
     """
 
     newest: float = 0.0
     seconds: float = 0.0
     trained: Any = 0
+    streamed: Any = (0, 0, 0)
 
     def take(self) -> tuple[float, int]:
-        """Both since this was last called."""
+        """Seconds of waiting and trained tokens since this was last called."""
         taken = self.seconds, int(self.trained)
         self.seconds, self.trained = 0.0, 0
         return taken
+
+    def take_streamed(self) -> tuple[int, float]:
+        """Tokens of a stream's rows, and the share of padding in what is computed of them, since this was last
+        called."""
+        counted, given, padded = map(int, self.streamed)
+        self.streamed = (0, 0, 0)
+        return counted, 1 - given / max(1, padded)
 
 
 def _ending_with_training(loader: Any) -> Any:
@@ -225,6 +234,10 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
         self.waiting.newest = time.monotonic() - started
         self.waiting.seconds += self.waiting.newest
         self.waiting.trained = self.waiting.trained + (0 if count is None else self.trained_tokens(count))
+        if self.batches is None:
+            tokens = sum(self.data_collator.tokens(batch) for batch in batches)  # type: ignore[attr-defined]
+            tokens = self.accelerator.reduce(tokens, reduction="sum")
+            self.waiting.streamed = tokens + torch.as_tensor(self.waiting.streamed, device=tokens.device)
         return batches, count
 
     def get_train_dataloader(self) -> Any:
