@@ -68,6 +68,17 @@ def place_with(*models: str) -> Any:
     return place
 
 
+def with_special_tokens(model: Path, folder: Path, *tokens: str) -> None:
+    """Writes a model with special tokens more than another has."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, larger = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    tokenizer.add_special_tokens({"extra_special_tokens": [*tokens]})
+    larger.resize_token_embeddings(len(tokenizer))
+    for each in (tokenizer, larger):
+        each.save_pretrained(folder)
+
+
 def trained(name: str, *overrides: str) -> Path:
     """The folder of a finished run of four steps of the recipe `small`."""
     from toolkit.train.main import main

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness import environment
-from small import LORA, SEQ2SEQ, place_with, trained
+from small import LORA, SEQ2SEQ, place_with, trained, with_special_tokens
 
 from toolkit.cli.main import main as cli
+from toolkit.train import chat
 from toolkit.train.export import load_trained
 
 place = place_with("llama", "blenderbot")
@@ -69,6 +71,27 @@ def test_several_runs_answer_the_same_prompt(
     out = said(monkeypatch, capsys, "what does upper do?\nwhy?\n", str(one), str(other))
     turns = zip(*answers, strict=True)
     assert out == "".join(f"1: one\n{mine}\n\n2: other\n{others}\n\n" for mine, others in turns)
+
+
+def test_thoughts_of_earlier_turns_are_left_out_of_a_conversation(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Templates do so by their marks, which the texts of answers are without where they are special tokens."""
+    with_special_tokens(place / "llama", place / "thinking", "[THINK]", "[/THINK]")
+    run = trained("thinks", *LORA, "model.path=thinking")
+    prompts = []
+
+    def think(model: Any, tokenizer: Any, asked: list[list[int]], *_: Any, streamer: Any, **__: Any) -> torch.Tensor:
+        prompts.append(tokenizer.decode(asked[0]))
+        answer = tokenizer("[THINK]hmm[/THINK]Yes.", add_special_tokens=False, return_tensors="pt")["input_ids"]
+        for ids in (torch.tensor(asked), *answer[0].split(1)):
+            streamer.put(ids)
+        streamer.end()
+        return answer
+
+    monkeypatch.setattr(chat, "generate", think)
+    said(monkeypatch, capsys, "Well?\nReally?\n", str(run))
+    assert "Yes." in prompts[1] and "hmm" not in prompts[1]
 
 
 TEXTS = [*LORA, "objective=language_modelling", "data.sources=[text.jsonl]"]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pages import Page
-from small import LORA, NF4, SEQ2SEQ, place_with, trained
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from small import LORA, NF4, SEQ2SEQ, place_with, trained, with_special_tokens
 
 from toolkit.cli.main import main as cli
 from toolkit.data.prepare import prepare
@@ -121,12 +120,7 @@ def test_a_model_that_says_what_was_trained_is_always_right(
     template = TEMPLATE.replace("<think>", begin).replace("</think>", end)
     (place / "thinking.jinja").write_text(template, encoding="utf-8")
     if kind == "special":
-        special = AutoTokenizer.from_pretrained(place / "llama")
-        special.add_special_tokens({"extra_special_tokens": [begin, end]})
-        larger = AutoModelForCausalLM.from_pretrained(place / "llama")
-        larger.resize_token_embeddings(len(special))
-        for each in (special, larger):
-            each.save_pretrained(place / "larger")
+        with_special_tokens(place / "llama", place / "larger", begin, end)
     asked = [{"role": "user", "content": f"{number}: 2 + 4?"} for number in range(40)]
     rows: list[dict[str, Any]] = [{"messages": [each, {"role": "assistant", **SAID.get(kind, {})}]} for each in asked]
     if kind == "tokens":

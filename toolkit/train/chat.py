@@ -23,6 +23,7 @@ from transformers import TextStreamer
 from toolkit.common import UserError, printable
 from toolkit.data.encode import Encoder
 from toolkit.data.rows import Chat
+from toolkit.data.thoughts import spoken, text_of
 from toolkit.distributed.engines import dtypes
 from toolkit.train.evaluate import as_prompt, generate, positions_left
 from toolkit.train.export import (
@@ -91,9 +92,13 @@ class Speaker:
         autocast = dtypes(self._recipe).autocast
         streamer = _Streamer(self._tokenizer, hear)
         try:
-            generate(
+            found = generate(
                 self._model, self._tokenizer, [ids], max_new_tokens, self._stops, autocast, sample, streamer=streamer
             )
+            whole = text_of(self._tokenizer, found[0].tolist())
+            if whole.strip() != "".join(said).strip():
+                # Templates leave out thoughts of earlier turns, but not those whose marks, special tokens, are gone.
+                said[:] = [spoken(whole)]
         finally:
             self._messages = [*turn, {"role": "assistant", "content": "".join(said).strip()}]
 
