@@ -46,7 +46,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("plna recipe=x", "there is no command plna; did you mean `plan`?"),
         ("plan recipe=x --jsn", "unrecognized arguments: --jsn; did you mean --json?"),
         ("launch recipe=x --node 2", "unrecognized arguments: --node 2; did you mean --nodes?"),
-        ("train recipe=x", "invalid choice: 'train'"),
+        ("train recipe=x", "there is no command train; did you mean `launch`?"),
+        ("eval runs/x", "there is no command eval; did you mean `evaluate`?"),
+        ("serve runs/x", "invalid choice: 'serve'"),
         ("plan recipe=x --batch.seq_len 5", "keys of a recipe are written without dashes: batch.seq_len=VALUE"),
     ],
 )

@@ -94,6 +94,17 @@ def test_what_cannot_be_swept_is_said_before_anything_starts(arguments: list[str
     assert not Path("runs").exists()
 
 
+def test_seeds_that_hold_out_different_rows_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def warned(*arguments: str) -> bool:
+        caplog.clear()
+        trials([*ASKED, *arguments])
+        return "add data.eval_seed=1" in caplog.text
+
+    assert warned("seed=1,2", "data.eval_split=0.5") and warned("seed=1,2", "data={eval_split: a, eval_max_samples: 1}")
+    assert not warned("seed=1,2", "data.eval_split=0.5", "data.eval_seed=1")
+    assert not warned("learning_rate=1e-4,2e-4", "data.eval_split=0.5") and not warned("seed=1,2", "data.eval_split=a")
+
+
 def test_what_is_printed_trains_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", *ASKED, "seed=1,2", "--print"]) == 0
     lines = capsys.readouterr().out.splitlines()

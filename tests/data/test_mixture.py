@@ -95,3 +95,13 @@ def test_the_first_row_of_a_content_is_kept() -> None:
     weighted = mix(source, content, [1.0, 1.0], deduplicate=True, shuffle=False, seed=0).train.tolist()
     assert weighted == [0, 1, 4, 4]
     assert len(list(itertools.groupby(weighted))) == 3
+
+
+def test_runs_with_other_seeds_hold_out_the_same_rows_if_their_eval_seed_is_the_same() -> None:
+    def drawn(seed: int, eval_seed: int | None = None) -> tuple[list[int], list[int]]:
+        mixture = mix(np.zeros(40, int), np.arange(40), [None], eval_fraction=0.25, seed=seed, eval_seed=eval_seed)
+        return mixture.eval.tolist(), mixture.train.tolist()
+
+    assert drawn(1)[0] != drawn(2)[0]
+    assert drawn(1, 7)[0] == drawn(2, 7)[0] and drawn(1, 7)[1] != drawn(2, 7)[1]
+    assert drawn(1, 1) == drawn(1) and drawn(2, 1)[0] == drawn(1)[0]

@@ -599,6 +599,19 @@ def test_a_limit_of_held_out_rows_takes_some_of_all_in_their_order(tmp_path: Pat
         )
 
 
+def test_an_eval_seed_says_which_held_out_rows_a_limit_takes_whatever_the_seed(tmp_path: Path, cache: Path) -> None:
+    train, held = documents(tmp_path / "a.jsonl", 9), documents(tmp_path / "b.jsonl", 40, "held")
+    wanted = recipe(train, eval_sources=[str(held)], eval_max_samples=10)
+
+    def taken(**values: int) -> list[str]:
+        changed = wanted.with_values({key.replace("__", "."): value for key, value in values.items()})
+        return texts(prepare(changed, chatml_tokenizer(), STOP, cache), "eval")
+
+    assert taken(seed=1) != taken(seed=2)
+    assert taken(seed=1, data__eval_seed=7) == taken(seed=2, data__eval_seed=7) == taken(seed=7)
+    assert taken(seed=1, data__eval_seed=8) != taken(seed=1, data__eval_seed=7)
+
+
 def test_of_a_stream_no_more_held_out_rows_are_read_than_are_used(tmp_path: Path) -> None:
     path = documents(tmp_path / "a.jsonl", 30)
     for own, limit, count in ((None, 10, 10), (5, 10, 5), (20, 10, 10), (None, None, 30), (7, None, 7)):

@@ -88,6 +88,9 @@ def test_file_that_is_no_recipe(text: str | bytes, words: list[str]) -> None:
         ("defaults: [{data: loop}]\n", ["leads back", "loop.yaml"]),
         ("defaults: [{data: crossing}]\n", ["crossing.yaml:1", "its own group"]),
         ("defaults: [{data: wrapped}]\n", ["wrapped.yaml:1", "below `data:` already"]),
+        ("extends: smollm2_135m_lora\nsed: 1\n", ["2 problems", "mine.yaml:1", "write defaults: smollm2_135m_lora"]),
+        ("base: recipes/x.yaml\n", ["1 problem\n", "mine.yaml:1", "change   write defaults: x"]),
+        ("inherits: [../a.yml, b]\n", ["1 problem\n", "write defaults: [a, b]"]),
         (
             "defaults: [{model: gpt3}, {modle: x}, {override /method: qlra}]\nsed: 1\nbatch: {seq_len: '5'}\n",
             ["5 problems", "gpt3", "modle", "qlora", "mine.yaml:2", "batch.seq_len"],
@@ -215,6 +218,8 @@ def test_option_that_a_parent_names_does_not_exist() -> None:
         ("args.x=1", ["optimizer.args.x, schedule.args.x"]),
         ("seqlen=5", ["did you mean `batch.seq_len`"]),
         ("foo.bar=1", ["foo: unknown key", "command line"]),
+        ("extends=smollm2_135m_lora", ["extends: unknown key", "one recipe, recipe=NAME"]),
+        ("defaults=smollm2_135m_lora", ["defaults: unknown key", "one recipe, recipe=NAME"]),
         ("seed", ["is not an override", "key=value"]),
         ("=5", ["is not an override"]),
         ("seq-len=5", ["is not an override"]),

@@ -520,6 +520,8 @@ CASES = [
     ("parallel-schedule", ["parallel.schedule=gpipe"], ["parallel.pipeline=2", "strategy.name=ddp"]),
     ("parallel-schedule", ["parallel.schedule=gpipe"], ["~parallel.schedule"]),
     ("eval-max-samples", ["~data.eval_split", "data.eval_max_samples=5"], ["~data.eval_max_samples"]),
+    ("eval-seed", ["data.eval_split=test", "data.eval_seed=5"], ["~data.eval_seed"]),
+    ("eval-seed", ["data.eval_split=test", "data.eval_seed=5"], ["data.eval_split=0.05"]),
     ("evaluation-at-start", ["~data.eval_split", "at_start=false"], ["data.eval_split=0.05"]),
     ("early-stopping-min-delta", ["early_stopping_min_delta=0.1"], ["~schedule.early_stopping_min_delta"]),
     ("early-stopping-min-delta", [*EVALUATED, "early_stopping_min_delta=0.1"], ["schedule.early_stopping_patience=3"]),

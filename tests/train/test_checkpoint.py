@@ -360,6 +360,16 @@ def test_run_continues_on_other_processes_or_another_strategy(
     assert len(list((continued / "checkpoints").iterdir())) == 2
 
 
+def test_adapters_are_averaged_over_the_checkpoints_of_several_engines(ranks: Ranks, home: Path) -> None:
+    """FSDP gathers a frozen head that is tied to the embeddings beside them, which no other engine has saved."""
+    settings = [*METHODS["lora"], "checkpoint.average_last=2"]
+    straight = run(ranks, home, "averaged", "ddp", *settings)
+    continued = cut_off(straight, "averaged-cut")
+    run(ranks, home, continued.name, "fsdp", *settings)
+    assert_continued(continued, straight)
+    assert Result.read(continued).weights.keys() == Result.read(straight).weights.keys()
+
+
 def test_weights_that_the_hub_names_otherwise_are_read_back(ranks: Ranks, home: Path) -> None:
     """Transformers 5 joins the experts of a layer while it loads them, and saves them apart."""
     tiny_model("Qwen/Qwen3-30B-A3B", home / "moe")

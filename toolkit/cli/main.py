@@ -25,6 +25,24 @@ examples:
   toolkit plan recipe=mine hardware=h100x8  does it fit, how long, what cost
   toolkit launch recipe=mine                train it on all GPUs of this machine
 """
+_OTHER_WORDS = {
+    "launch": "train run fit finetune fine-tune tune sft start submit resume continue",
+    "evaluate": "eval test score benchmark bench",
+    "generate": "infer inference predict sample complete",
+    "validate": "check lint verify",
+    "plan": "estimate memory cost",
+    "data": "audit preview prepare preprocess tokenize dataset",
+    "ls": "list recipes",
+    "show": "print cat config view",
+    "cp": "copy extend",
+    "init": "new create",
+    "doctor": "env info diagnose",
+    "sweep": "search hpo optuna",
+    "compare": "diff",
+    "push": "upload publish",
+    "export": "quantize convert",
+}
+"""Each command, and what it is called elsewhere."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +101,9 @@ def _misspelt(first: Sequence[str]) -> str:
     from toolkit.recipe import did_you_mean
 
     names = [command.__name__ for command in COMMANDS]
-    return next((did_you_mean(word, names) for word in first if word not in names and not word.startswith("-")), "")
+    others = {word: name for name, words in _OTHER_WORDS.items() for word in words.split()}
+    wrong = (word for word in first if word not in names and not word.startswith("-"))
+    return next((did_you_mean(word, names) or others.get(word, "") for word in wrong), "")
 
 
 def _unknown(rest: Sequence[str], arguments: Sequence[str], names: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from toolkit.cli.jobs import Share, Trial, train
 from toolkit.common import UserError, printable
 from toolkit.files import write_atomically
 from toolkit.recipe import split_arguments
+from toolkit.recipe.errors import Problem, warn
 from toolkit.recipe.hydra_habits import UNSUPPORTED, swept_values
 from toolkit.recipe.rules import load_checked
 from toolkit.report.comparison import Comparison, compare, comparison_page
@@ -62,7 +63,18 @@ def trials(arguments: Sequence[str], recipes: str | None = None) -> list[Trial]:
     folders = [each.folder for each in found]
     if alike := [folder for folder in folders if folders.count(folder) > 1]:
         raise UserError(f"several combinations would be trained in {alike[0]}", "write values that differ in letters")
+    warn(_unlike_rows(found))
     return found
+
+
+def _unlike_rows(found: Sequence[Trial]) -> list[Problem]:
+    """A warning if the seeds of runs change which rows are held out: their losses would not be comparable."""
+    recipes = [each.loaded.recipe for each in found]
+    follow = [each.seed for each in recipes if each.data.held_out_by_seed and each.data.eval_seed is None]
+    if len(set(follow)) < 2:
+        return []
+    what = "each seed holds out other rows, so losses of runs with different seeds cannot be compared"
+    return [Problem("data.eval_seed", what, hint="add data.eval_seed=1, then all hold out the same rows")]
 
 
 def swept_keys(arguments: Sequence[str], sweeps: Callable[[str], bool]) -> list[str]:

@@ -43,6 +43,7 @@ def mix(
     deduplicate: bool = False,
     shuffle: bool = True,
     seed: int,
+    eval_seed: int | None = None,
 ) -> Mixture:
     """Chooses rows, the same ones for the same arguments.
 
@@ -54,6 +55,7 @@ def mix(
         content: Hash of the content of every row, shape (rows,).
         weights: `weight` of every source; if one is set, the others count as 1.
         eval_fraction: Share of the distinct rows to hold out.
+        eval_seed: Which ones, the same for every `seed`; by default `seed` says it.
 
     Raises:
         UserError: Nothing would be left to train on, or nothing to hold out.
@@ -69,9 +71,10 @@ def mix(
                 f"`data.eval_split: {eval_fraction}` of {len(first)} distinct rows holds out {count}",
                 "choose another fraction, or name held-out rows with `data.eval_sources`",
             )
-        chosen = rng.permutation(first)[:count]
+        chooser = rng if eval_seed in (None, seed) else np.random.default_rng(eval_seed)
+        chosen = chooser.permutation(first)[:count]
         is_held_out = np.isin(content[rows], content[chosen])
-        held_out, rows = rng.permutation(rows[is_held_out]), rows[~is_held_out]
+        held_out, rows = chooser.permutation(rows[is_held_out]), rows[~is_held_out]
 
     parts = [rows[source[rows] == number] for number in range(len(weights))]
     counts = _counts([len(part) for part in parts], weights)

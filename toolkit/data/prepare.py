@@ -234,10 +234,12 @@ def _build(
         deduplicate=data.deduplicate,
         shuffle=data.shuffle,
         seed=recipe.seed,
+        eval_seed=data.eval_seed,
     )
     chosen_eval = np.concatenate([mixture.eval, np.flatnonzero(~is_train)])
     if data.eval_max_samples is not None and data.eval_max_samples < len(chosen_eval):
-        order = np.random.default_rng(recipe.seed).permutation(len(chosen_eval))
+        seed = recipe.seed if data.eval_seed is None else data.eval_seed
+        order = np.random.default_rng(seed).permutation(len(chosen_eval))
         chosen_eval = chosen_eval[np.sort(order[: data.eval_max_samples])]
 
     found = None
@@ -333,7 +335,9 @@ def _fingerprint(
 ) -> str:
     parts = {
         "version": CODE_VERSION,
-        "data": recipe.data.model_dump(exclude={"num_proc", "num_workers", "sources", "eval_sources"}),
+        "data": recipe.data.model_dump(exclude={"num_proc", "num_workers", "sources", "eval_sources", "eval_seed"}),
+        # Only where it is set: what was prepared without it is still right.
+        **({} if recipe.data.eval_seed is None else {"eval_seed": recipe.data.eval_seed}),
         "sources": [[reader.source.model_dump(), reader.fingerprint()] for reader in readers],
         "objective": recipe.rows_for,
         "seq_len": recipe.batch.seq_len,

@@ -93,6 +93,9 @@ class Data(Section):
     """Data sets of their own whose rows are used for evaluation, written like `sources`."""
     eval_max_samples: PositiveInt | None = None
     """Evaluate on at most this many held-out rows."""
+    eval_seed: int | None = None
+    """Which rows `eval_split` as a fraction and `eval_max_samples` take; by default the recipe's `seed`. With the same
+    one here, runs with different seeds hold out the same rows and can be compared."""
     max_samples: PositiveInt | None = None
     """Train on at most this many rows of the whole mixture, chosen by the seed."""
     train_on: Literal["auto", "assistant", "last_assistant", "completion", "all"] | Roles = "auto"
@@ -120,6 +123,12 @@ class Data(Section):
     """Processes beside each training process that make its batches ahead; with 0 it makes them itself. `auto`: as many
     as pay by the plan, which is none where making batches takes less than 2% of a step, as it does of rows that were
     prepared, else one or two. A stream is read by one at most. Results do not depend on it."""
+
+    @property
+    def held_out_by_seed(self) -> bool:
+        """Whether a seed says which rows are held out."""
+        takes_some = self.eval_max_samples is not None and not self.streaming
+        return isinstance(self.eval_split, float) or (takes_some and bool(self.eval_split or self.eval_sources))
 
     @property
     def decided_workers(self) -> int:

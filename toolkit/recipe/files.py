@@ -18,6 +18,7 @@ import yaml
 from omegaconf import OmegaConf, grammar_parser
 from omegaconf.errors import OmegaConfBaseException
 
+from toolkit.recipe.dotted import inline
 from toolkit.recipe.errors import Origins, Problem, RecipeError
 from toolkit.recipe.schema import sections
 from toolkit.recipe.spelling import did_you_mean
@@ -25,6 +26,11 @@ from toolkit.recipe.spelling import did_you_mean
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*")
 _PLAIN = ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in _PLAIN}
+EXTENDS = (
+    *("extends", "extend", "inherits", "inherit", "inherits_from", "inherit_from", "parent", "parents", "base"),
+    *("_base_", "base_recipe", "base_config", "based_on", "from", "include", "includes", "import", "imports"),
+)
+"""What others call `defaults`."""
 _TEXT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge", "tag:yaml.org,2002:timestamp"}
 
 
@@ -239,6 +245,11 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         hint = "write the name of the recipe to extend, or a list with an entry per line, each after a dash"
         problem("must be a name or a list", entries.start_mark.line + 1, "defaults", hint)
     result.origins = {key: place for key, place in result.origins.items() if key.split(".")[0] != "defaults"}
+    for key in [key for key in EXTENDS if key in values]:
+        # Said here, as of a wrong `defaults`: then what the recipe would inherit is not missed.
+        names = inline(values.pop(key))
+        hint = f"write defaults: {re.sub(r'[^ ,[]*/|[.]ya?ml', '', names)}"
+        result.problems.append(Problem(key, "unknown key", result.origins.pop(key, ""), names, hint=hint))
     result.values = values
     return result
 

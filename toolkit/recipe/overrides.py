@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from toolkit.recipe import hydra_habits
 from toolkit.recipe.dotted import typed
 from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, literals
-from toolkit.recipe.files import DEEPEST, NAME, locate, options, texts_of
+from toolkit.recipe.files import DEEPEST, EXTENDS, NAME, locate, options, texts_of
 from toolkit.recipe.other_tools import habit, is_accepted, translation
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 from toolkit.recipe.spelling import did_you_mean
@@ -227,6 +227,9 @@ def _full_key(key: str) -> str:
     if head == "hydra":
         what = "unknown key: Hydra's own settings are no part of a recipe"
         raise RecipeError("", [Problem(key, what, COMMAND_LINE, hint=hydra_habits.hint(key))])
+    if head in (*EXTENDS, "defaults"):
+        hint = "a command takes one recipe, recipe=NAME; `toolkit cp recipe=NAME NEW` writes a file that extends it"
+        raise RecipeError("", [Problem(key, "unknown key", COMMAND_LINE, hint=hint)])
     if head in Recipe.model_fields:
         return key
     places = leaf_paths().get(head, [])

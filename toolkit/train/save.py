@@ -131,6 +131,10 @@ def gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, t
         # Weights that share their storage come out once under each name.
         for name in getattr(model, "all_tied_weights_keys", None) or ():
             state.pop(name, None)
+        # torch leaves out what is frozen under one of its names only: a tied head would stay.
+        frozen = [name for name, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad]
+        for name in frozen if adapter else ():
+            state.pop(name, None)
         return state
     if own := chain():
         return stage_files.whole_parameters(model, own)

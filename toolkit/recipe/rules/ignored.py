@@ -71,6 +71,12 @@ IGNORED_RULES = {
         "parallel.schedule", lambda r: r.parallel.pipeline > 1, "layers are not spread", "parallel.pipeline=2"
     ),
     "eval-max-samples": _ignored("data.eval_max_samples", _held_out, "no rows are held out", "data.eval_split=0.05"),
+    "eval-seed": _ignored(
+        "data.eval_seed",
+        lambda r: r.data.held_out_by_seed,
+        "no seed says which rows are held out",
+        "data.eval_split to a fraction such as 0.05, or data.eval_max_samples",
+    ),
     "evaluation-at-start": _ignored(
         "evaluation.at_start", _held_out, "no rows are held out, so nothing is evaluated", "data.eval_split=0.05"
     ),
