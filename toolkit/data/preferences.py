@@ -8,7 +8,6 @@ pairs are recognised under all published names: `chosen_response` beside `reject
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -101,8 +100,9 @@ def refuse_worse_chosen(
     """
     if not {"chosen", "rejected"} <= columns.keys():
         return
-    start = len(os.path.commonprefix([columns["chosen"], columns["rejected"]]))
-    better, worse = columns["chosen"][start:], columns["rejected"][start:]
+    names = columns["chosen"], columns["rejected"]
+    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*names, strict=False)))
+    better, worse = (name[alike:] for name in names)
     rows = list(rows)
     for name in dict.fromkeys(name for row in rows for name in row if name.endswith(better)):
         other = name.removesuffix(better) + worse
