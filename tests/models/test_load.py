@@ -98,6 +98,15 @@ def test_a_folder_without_a_tokenizer_lacks_no_weights(place: Path, tmp_path: Pa
     assert "set model.tokenizer" in caught.value.change and "safetensors" not in caught.value.change
 
 
+def test_a_folder_that_is_there_is_not_taken_for_a_misspelt_name(tmp_path: Path) -> None:
+    folder = tmp_path / "gpt2-x"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        set_up(f"model.path={folder}", "model.tokenizer=llama")
+    assert "did you mean" not in caught.value.change
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [

@@ -419,7 +419,7 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
         if pointer := next(filter(_is_pointer, sorted(Path(path).glob("*"))), None):
             change = "run `git lfs pull` in the repository it came from"
             raise UserError(f"{key}: {pointer} is a Git LFS pointer, not what its name says", change) from error
-        misspelt = key == "model.path" and not model_configs.known_model(recipe.model)
+        misspelt = key == "model.path" and not (Path(path).is_dir() or model_configs.known_model(recipe.model))
         close = model_configs.nearest(path) if misspelt else []
         change = f"did you mean {' or '.join(close)}? " if close else ""
         what = "tokenizer.json" if key == "model.tokenizer" else "config.json and *.safetensors, or a GGUF file"
