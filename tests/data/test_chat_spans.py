@@ -156,6 +156,41 @@ def test_what_is_left_out_is_noticed_though_the_question_has_its_words(
         made.refuse_lost_content()
 
 
+@pytest.mark.parametrize("begin, end", [("<think>\n", "\n</think>\n\n"), ("[THINK]", "[/THINK]")])
+def test_thoughts_within_the_last_answer_are_not_cut_off(begin: str, end: str) -> None:
+    """DeepSeek's templates keep what follows `</think>`: a model that thinks would have learnt to answer at once."""
+    cut, whole = f"m.content.split('{end.strip()}')[-1]", "m.content"
+    thoughts, nothing = f"{begin}Two and two.{end}It is four", f"{begin}{end}It is four"
+    for written, texts, lost in (
+        (cut, (thoughts, thoughts), True),
+        (cut, (thoughts, "It is four"), False),
+        (cut, ("It is four", nothing), False),
+        (whole, (thoughts, thoughts), False),
+        (f"{whole} | replace('two.', '2!')", (thoughts, thoughts), False),
+    ):
+        tokenizer = plain_tokenizer()
+        tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.role }}}}:{{{{ {written} }}}};{{% endfor %}}"
+        first, last = ({"role": "assistant", "content": text} for text in texts)
+        made = Conversation(tokenizer, [HI, first, WHY, last], None)
+        if not lost:
+            made.refuse_lost_content()
+            continue
+        with pytest.raises(UserError, match="leaves out the reasoning that stands in the text of message 3"):
+            made.refuse_lost_content()
+
+
+def test_a_template_for_parts_alone_writes_nothing_of_texts() -> None:
+    """Nor does it take a message that says nothing, whose text is therefore no proof that something was written."""
+    tokenizer = plain_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}{{ ':' if m.content[0] == 'image' }} "
+        "{% for line in m.content if line.type == 'text' %}{{ line.text }}{% endfor %};{% endfor %}"
+    ).replace("m.content[0]", "m.content[0]['type']")
+    made = Conversation(tokenizer, [HI, {"role": "assistant", "content": "I am a user"}], None)
+    with pytest.raises(UserError, match="leaves out the text of message 1"):
+        made.refuse_lost_content()
+
+
 @pytest.mark.parametrize("field", FOR_TEMPLATES)
 def test_a_field_that_changes_what_is_learnt_is_written_or_refused(field: str) -> None:
     tokenizer = plain_tokenizer()

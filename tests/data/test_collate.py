@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from recipes import recipe_of
+from toolkit.common import UserError
 from toolkit.data.collate import Collator, isolates, mask_of
 from toolkit.data.part_batches import PartCollator
 from toolkit.data.rows import IGNORE
@@ -189,6 +190,14 @@ def test_isolation_of_code_that_writes_into_embeddings() -> None:
 def test_a_layout_that_the_backend_does_not_read_does_not_isolate() -> None:
     # With a cache, Transformers makes no mask from positions, and eager attention reads no lengths.
     assert not isolates(model_of(ISOLATING["llama"]), Collator(0, "flat"))
+
+
+def test_weights_that_are_no_numbers_are_not_said_to_let_documents_see_each_other() -> None:
+    model = model_of(ISOLATING["llama"])
+    with torch.no_grad():
+        next(model.parameters())[3] = float("nan")
+    with pytest.raises(UserError, match="gives NaN or infinite numbers before it is trained"):
+        isolates(model, Collator(0, "packed"))
 
 
 def test_flat_layout_states_boundaries_as_host_integers() -> None:

@@ -267,6 +267,36 @@ def test_a_better_answer_that_changes_its_column_is_not_mapped() -> None:
     assert sides({"prompt": [ASK], "chosen": "Not yet.", "rejected": "Yes.", "winner": "model_a"}) == both(ASK)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "scores"),
+    [
+        ("answer_0", "answer_1", ["score_0", "score_1"]),
+        ("response_a", "response_b", ["winner_model_a", "winner_model_b"]),
+        ("a", "a_2", ["score", "score_2"]),
+    ],
+)
+def test_answers_whose_scores_say_which_is_better_are_not_mapped(first: str, second: str, scores: list[str]) -> None:
+    """WebGPT's and Chatbot Arena's, of which half of the pairs were learnt the wrong way round."""
+    asked = {"prompt": "Is it late?", first: "4", second: "5"}
+    rows = [asked | dict(zip(scores, pair, strict=True)) for pair in ((1.0, 0.0), ("0", "1"))]
+    named = {"chosen": first, "rejected": second}
+
+    def read(rows: list[dict[str, Any]], **settings: Any) -> str:
+        return recognise(rows, Source(path="d", columns=named, **settings), Task("dpo", "auto", True)).name
+
+    with pytest.raises(UserError, match=f"by `{scores[0]}` and `{scores[1]}` now `{first}`") as refused:
+        read(rows)
+    assert f"data.ignore=[{', '.join(scores)}]" in refused.value.change
+    assert read(rows[:1]) == read(rows, ignore=scores) == "preference"
+
+
+def test_a_count_beside_pairs_is_no_conversation() -> None:
+    """Nectar's `turns: 2` was to be mapped as messages."""
+    row = {"prompt": [ASK], "chosen": "Not yet.", "rejected": "Yes."}
+    assert sides(row | {"turns": 2}) == both(ASK)
+    assert "looks like `messages`" in str(sides(row | {"turns": [ASK]}))
+
+
 def test_an_answer_may_begin_as_its_prompt_does() -> None:
     rows = [{"prompt": "Hello, my friend", "chosen": "Hello, my friend!", "rejected": "Bye."}]
     rows.append({"prompt": "Hi", "chosen": "Hi there", "rejected": "Hi!"})

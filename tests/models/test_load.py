@@ -82,6 +82,31 @@ def test_a_tokenizer_that_is_nowhere_is_not_called_a_model(place: Path) -> None:
     assert "Set model.tokenizer" in caught.value.change and "SmolLM2" not in caught.value.change
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_file_that_git_has_not_fetched_is_said_to_be_so(file: str, place: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(place / "llama", tmp_path / "cloned"))
+    (folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    with pytest.raises(UserError, match=rf"cloned/{file} is a Git LFS pointer") as caught:
+        set_up(f"model.path={folder}")
+    assert "git lfs pull" in caught.value.change
+
+
+def test_a_folder_without_a_tokenizer_lacks_no_weights(place: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(place / "llama", tmp_path / "bare", ignore=shutil.ignore_patterns("token*")))
+    with pytest.raises(UserError, match="cannot be loaded as AutoTokenizer") as caught:
+        set_up(f"model.path={folder}")
+    assert "set model.tokenizer" in caught.value.change and "safetensors" not in caught.value.change
+
+
+def test_a_folder_that_is_there_is_not_taken_for_a_misspelt_name(tmp_path: Path) -> None:
+    folder = tmp_path / "gpt2-x"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        set_up(f"model.path={folder}", "model.tokenizer=llama")
+    assert "did you mean" not in caught.value.change
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [

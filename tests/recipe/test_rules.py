@@ -58,6 +58,9 @@ def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     Path("recipes/mine.yaml").write_text(BASE)
 
 
+BNB = {"quant_method": "bitsandbytes", "load_in_8bit": False, "bnb_4bit_quant_type": "fp4"}
+
+
 def _populate() -> None:
     Path("recipes").mkdir()
     Path("existing").mkdir()
@@ -84,6 +87,8 @@ def _populate() -> None:
         ("mamba", {"model_type": "mamba", "num_hidden_layers": 2}),
         ("mixture", {"model_type": "deepseek_v3", "n_routed_experts": 8}),
         *((name, {"model_type": "llama"}) for name in ("existing", "both", "rounded", "complex")),
+        ("stored4", {"model_type": "llama", "quantization_config": BNB | {"bnb_4bit_quant_type": "nf4"}}),
+        ("stored8", {"model_type": "llama", "quantization_config": BNB | {"load_in_8bit": True}}),
         ("larger", {"model_type": "llama", "vocab_size": 49_152}),
         ("resized", {"model_type": "llama", "vocab_size": 49_153}),
         ("renamed", {"model_type": "llama", "vocab_size": 49_153}),

@@ -51,6 +51,8 @@ CASES = [
     ("model-is-adapter", ["model.path=both"], ["model.path=existing"]),
     ("model-whole-numbers", ["model.path=rounded"], ["model.path=existing"]),
     ("model-whole-numbers", ["model.path=complex"], ["model.path=existing"]),
+    ("model-stored-nf4", ["model.path=stored4", LORA], ["method.quantization=nf4"]),
+    ("model-stored-int8", ["model.path=stored8", LORA], ["method.quantization=int8"]),
     ("model-other-file", ["model.path=recipes/mine.yaml"], ["model.path=a/b"]),
     ("tokenizer-no-folder", ["model.tokenizer=/no/where"], ["model.tokenizer=existing"]),
     ("tokenizer-vocabulary", ["model.tokenizer=larger"], ["~model.tokenizer"]),

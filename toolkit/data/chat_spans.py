@@ -30,6 +30,7 @@ from toolkit.data.chat_template import TEMPLATE_ERRORS, in_time, variables, writ
 from toolkit.data.columns import EMPTY
 from toolkit.data.labelling import Span
 from toolkit.data.messages import FOR_TEMPLATES
+from toolkit.data.thoughts import spoken, thought
 
 Message = dict[str, Any]
 Tools = list[Any] | None
@@ -208,10 +209,18 @@ class Conversation:
                 words, signs = calls or said.split(), calls or [_end(said)]
                 # What the answer says of a call, or of a thought, is not that yet.
                 place = turn if field == "content" else turn.replace((message.get("content") or "").strip(), "")
+                # Many templates cut off what was thought, also where it stands in the text of the last answer.
+                inside = thought(said) if field == "content" and is_last else ""
+                if _end(inside) not in turn and self._same_with(i, field, spoken(said)):
+                    raise UserError(
+                        f"The chat template leaves out the reasoning that stands in the text of message {i}.",
+                        "Set model.chat_template to a template that writes it, or take it out of the rows.",
+                    )
                 # Most stand there as they are, which is quickly seen.
                 if not words or all(sign in place for sign in signs):
                     continue
-                if not any(word in self.text for word in words) or self._same_without(i, field):
+                other = "-" if field == "content" else None  # Some templates refuse a message that says nothing.
+                if not any(word in self.text for word in words) or self._same_with(i, field, other):
                     raise UserError(
                         f"The chat template leaves out the {kind} of message {i}.",
                         "Set model.chat_template to a template that writes them, or take them out of the rows"
@@ -221,13 +230,13 @@ class Conversation:
         for field in dict.fromkeys(name for message in self.messages for name in message if name in FOR_TEMPLATES):
             self._refuse_unread(field, *FOR_TEMPLATES[field])
 
-    def _same_without(self, i: int, field: str) -> bool:
-        """Whether message `i` is written alike without what this field of it says."""
-        messages = [{**m, field: ""} if n == i else m for n, m in enumerate(self.messages)]
-        if field != "content":
-            del messages[i][field]
+    def _same_with(self, i: int, field: str, value: str | None) -> bool:
+        """Whether message `i` is written alike where this field of it says something else, or is not there."""
+        message = {key: said for key, said in self.messages[i].items() if key != field}
+        message |= {} if value is None else {field: value}
         try:
-            return render(self.tokenizer, messages, self.tools, self.settings) == self.text
+            given = [*self.messages[:i], message, *self.messages[i + 1 :]]
+            return render(self.tokenizer, given, self.tools, self.settings) == self.text
         except TEMPLATE_ERRORS:
             return False
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from toolkit.common import UserError
 from toolkit.data.rows import IGNORE
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
             call this.
         collator: how packed rows reach the model: `packed` for backends that mask, `flat` for those that take lengths.
         device: where the model computes, if that is not where its embeddings are.
+
+    Raises:
+        UserError: Its weights are not numbers.
     """
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
@@ -65,6 +69,12 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
     try:
         with torch.enable_grad():
             logits = model(**batch).logits[0].float()
+            if not logits.isfinite().all():  # Whose gradients would say nothing.
+                raise UserError(
+                    "the model gives NaN or infinite numbers before it is trained",
+                    "set model.path to a model whose weights are whole, or precision=fp32 where 16 bits do not hold "
+                    "what it computes",
+                )
             (gradient,) = torch.autograd.grad(logits[4:8].square().sum(), embedded[0])
     finally:
         handle.remove()

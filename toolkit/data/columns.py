@@ -17,10 +17,13 @@ from toolkit.common import UserError
 
 OFTEN_CALLED = {
     "text": ("content", "document", "body"),
-    "prompt": ("question", "query", "instruction", "input", "problem", "user", "message_1", "article", "inputs"),
+    "prompt": (
+        *("question", "query", "instruction", "input", "problem", "user", "message_1", "article", "inputs"),
+        *("document", "dialogue"),
+    ),
     "completion": (
         *("answer", "response", "output", "solution", "assistant", "generation", "corrected", "revision"),
-        *("message_2", "summary", "ideal", "targets", "reference_answer", "ground_truth"),
+        *("message_2", "summary", "highlights", "ideal", "targets", "reference_answer", "ground_truth"),
     ),
     "instruction": ("prompt", "question", "query", "problem", "message_1", "input", "user", "inputs"),
     "input": ("context", "article", "query", "passage", "paragraph", "story"),
@@ -221,7 +224,8 @@ def refuse_meaning(raw: Mapping[str, Any], used: Iterable[str], optional: Iterab
         ignore = f"set 'data.ignore=[{column}]' to train without it"
         name = column.lower()
         for expected in optional:
-            if name in (expected, *OFTEN_CALLED.get(expected, ())) and expected not in raw:
+            counts = expected == "messages" and isinstance(raw[column], int | float)  # As `turns: 2`.
+            if name in (expected, *OFTEN_CALLED.get(expected, ())) and expected not in raw and not counts:
                 raise UserError(
                     f"{where}: `{column}` would be left unused, but looks like `{expected}`",
                     f"set 'data.columns={{{expected}: {column}}}', or {ignore}",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, PAIRS_CALLED, by_lower_case, parsed, value_at, verdict
+from toolkit.data.columns import EMPTY, PAIRS_CALLED, by_lower_case, number, parsed, value_at, verdict
 from toolkit.data.messages import Message, are_messages, holds_messages
 from toolkit.data.rows import Chat, Completion, Preference
 
@@ -87,6 +87,35 @@ def _refuse_which(row: Mapping[str, Any], spelt: Mapping[str, str], source: str)
             + "; if rows have one answer each, which it judges, set objective=kto"
             * judges,
         )
+
+
+def refuse_worse_chosen(
+    rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], ignored: Collection[str], source: str
+) -> None:
+    """Refuses answers that the recipe names for every row, if by numbers in columns that are named like them
+    (`answer_0` and `score_0`, `response_a` and `winner_model_a`) now the one and now the other is better.
+
+    Raises:
+        UserError: They are, in the first rows.
+    """
+    if not {"chosen", "rejected"} <= columns.keys():
+        return
+    names = columns["chosen"], columns["rejected"]
+    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*names, strict=False)))
+    better, worse = (name[alike:] for name in names)
+    rows = list(rows)
+    for name in dict.fromkeys(name for row in rows for name in row if name.endswith(better)):
+        other = name.removesuffix(better) + worse
+        if name == columns["chosen"] or {name, other} & {*ignored}:
+            continue
+        scores = [(number(row.get(name)), number(row.get(other))) for row in rows]
+        if any(left < right for left, right in scores) and any(left > right for left, right in scores):
+            raise UserError(
+                f"data source `{source}`: by `{name}` and `{other}` now `{columns['chosen']}` seems to be the better "
+                f"answer, now `{columns['rejected']}`",
+                "write the better one into `chosen` of each row and the other into `rejected`, or, if these columns "
+                f"say nothing of that, set 'data.ignore=[{name}, {other}]'",
+            )
 
 
 def refuse_repeated_prompts(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], source: str) -> None:

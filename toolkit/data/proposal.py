@@ -7,18 +7,17 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.data.columns import OFTEN_CALLED, by_lower_case, mapping_text, parsed, value_at
-from toolkit.data.messages import are_messages, holds_messages
-from toolkit.recipe.data import FORMATS, OF_OBJECTIVES
+from toolkit.data.messages import are_messages, dicts, holds_messages
+from toolkit.recipe.data import FORMATS
 
 
-def proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool) -> str:
-    """The setting that maps the present columns to the format that uses most of them."""
+def proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool, accepted: Sequence[str]) -> str:
+    """The setting that maps the present columns to the accepted format that uses most of them."""
     best: dict[str, str] = {}
     as_well: list[str] = []
     spelt = by_lower_case(names)
     # Of two that use as many, alpaca is rendered with the chat template and prompt_completion is not.
-    forms = [name for name in FORMATS if name not in OF_OBJECTIVES]
-    for form in sorted(forms, key=lambda name: name != "alpaca") if has_chat_template else forms:
+    for form in sorted(accepted, key=lambda name: name != "alpaca") if has_chat_template else accepted:
         required, optional = FORMATS[form]
         if form == "prompt_completion" and not has_chat_template:
             optional = ()  # They are for chats.
@@ -39,7 +38,8 @@ def proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool) -
     inside = {f"{name}.{key}" for name in names if isinstance(row.get(name), dict) for key in row[name]}
     if talk := next((name for name in sorted(names | inside) if are_messages(value_at(row, name))), None):
         return f"set {mapping_text({'messages': talk})} if its conversations end with the answer to learn"
-    return "map names with 'data.columns={prompt: NAME, completion: NAME}'"
+    dotted = f"; a dot reaches inside a column, as in `{min(inside)}`" if inside else ""
+    return f"map names with 'data.columns={{prompt: NAME, completion: NAME}}'{dotted}"
 
 
 def check_named(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], path: str) -> None:
@@ -71,7 +71,9 @@ def _suits(column: str, form: str, value: Any) -> bool:
     """Whether a value can be what a column of a format is, by its type: a text or a conversation."""
     if value is None or column not in FORMATS[form][0] or form == "tokens":
         return True
-    if form in ("messages", "sharegpt", "segments"):
+    if form == "segments":
+        return any("text" in each for each in dicts(value))
+    if form in ("messages", "sharegpt"):
         return isinstance(parsed(value), list | dict)
     if holds_messages(value):
         return form == "prompt_completion"

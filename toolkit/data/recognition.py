@@ -16,7 +16,12 @@ from toolkit.data.judged import ANSWERED, VERDICTS, verdict_column
 from toolkit.data.labelled import recognised
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages
 from toolkit.data.other_forms import refuse_other_forms
-from toolkit.data.preferences import preference_columns, refuse_repeated_prompts, says_what_was_asked
+from toolkit.data.preferences import (
+    preference_columns,
+    refuse_repeated_prompts,
+    refuse_worse_chosen,
+    says_what_was_asked,
+)
 from toolkit.data.prompts import PromptFormat, recognise_prompts
 from toolkit.data.proposal import check_named, listed, proposal
 from toolkit.data.ratings import ANSWERS, SCORES, find_ratings
@@ -25,6 +30,8 @@ from toolkit.data.task import Task
 from toolkit.recipe.data import FORMATS, OF_OBJECTIVES, Source
 
 _PLAIN = ("text", "segments", "tokens")
+_PAIRS = ("prompt_completion", "alpaca", "source_target")
+"""What encoder-decoders learn from."""
 
 
 def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> RowFormat | PromptFormat:
@@ -63,6 +70,7 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
         present = dict.fromkeys(name for row in rows for name in row)
     if task.pairs:
         first = {name: rows[0].get(name) for name in present if name not in ignored}
+        refuse_worse_chosen(rows, columns, ignored, source.path)
         columns = preference_columns(columns, first, source.path)
         refuse_repeated_prompts(
             [{k: v for k, v in row.items() if k not in ignored} for row in rows], columns, source.path
@@ -128,10 +136,11 @@ def _detect(
             f"data source `{source.path}` fits several formats: {', '.join(fits)}; its columns are {listed(present)}",
             f"set `data.format` to one of {', '.join(fits)}",
         )
-    accepted = "; ".join(f"{name} ({', '.join(required)})" for name, (required, _) in forms.items())
+    may_be = [*(_PAIRS if task.objective == "seq2seq" else forms)]
+    accepted = "; ".join(f"{name} ({', '.join(FORMATS[name][0])})" for name in may_be)
     raise UserError(
         f"data source `{source.path}` has the columns {listed(present)}, which no format fits",
-        f"{proposal(names, row, task.has_chat_template)}; accepted are {accepted} "
+        f"{proposal(names, row, task.has_chat_template, may_be)}; accepted are {accepted} "
         "(in a CSV the first line names the columns)",
     )
 
@@ -178,9 +187,8 @@ def _check_task(name: str, source: Source, task: Task) -> None:
         raise UserError(f"{where} does not fit `objective: {task.objective}`", change)
     if task.pairs:
         return
-    pairs = ("prompt_completion", "alpaca", "source_target")
-    if task.objective == "seq2seq" and name not in pairs:
-        raise UserError(f"{where} does not fit `objective: seq2seq`", f"it takes {', '.join(pairs)}")
+    if task.objective == "seq2seq" and name not in _PAIRS:
+        raise UserError(f"{where} does not fit `objective: seq2seq`", f"it takes {', '.join(_PAIRS)}")
     if task.objective != "seq2seq" and name == "source_target":
         raise UserError(
             f"{where} is for encoder-decoders, not for `objective: {task.objective}`",

@@ -35,3 +35,8 @@ def spoken(answer: str) -> str:
     for begin, end in _MARKS:
         answer = answer.rpartition(end)[2].partition(begin)[0]
     return answer.removeprefix(_ANSWER)
+
+
+def thought(answer: str) -> str:
+    """What an answer says before that, between the marks of thoughts."""
+    return _MARK.sub("", answer.removesuffix(spoken(answer))).strip()

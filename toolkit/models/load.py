@@ -387,6 +387,14 @@ def _size(shape: Sequence[int]) -> str:
     return " x ".join(f"{size:,}" for size in shape) or "a number"
 
 
+def _is_pointer(file: Path) -> bool:
+    """Whether Git has not yet fetched what a file is to hold."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as content:
+        return content.read(23) == b"version https://git-lfs"
+
+
 def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
     path = (arguments := dict(arguments)).pop("pretrained_model_name_or_path")
     key = "model.tokenizer" if path == recipe.model.tokenizer != recipe.model.path else "model.path"
@@ -408,11 +416,16 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
         _log.debug("%s of %s", kind.__name__, path, exc_info=True)
         if marked := next(filter(has_mark, sorted(Path(path).glob("*.json"))), None):
             raise UserError(f"{key}: {marked}{MARKED}", "save it so") from error
-        misspelt = key == "model.path" and not model_configs.known_model(recipe.model)
+        if pointer := next(filter(_is_pointer, sorted(Path(path).glob("*"))), None):
+            change = "run `git lfs pull` in the repository it came from"
+            raise UserError(f"{key}: {pointer} is a Git LFS pointer, not what its name says", change) from error
+        misspelt = key == "model.path" and not (Path(path).is_dir() or model_configs.known_model(recipe.model))
         close = model_configs.nearest(path) if misspelt else []
         change = f"did you mean {' or '.join(close)}? " if close else ""
         what = "tokenizer.json" if key == "model.tokenizer" else "config.json and *.safetensors, or a GGUF file"
         change += f"Set {key} to a hub id, or a folder with {what}"
+        if kind is AutoTokenizer and Path(path, "config.json").is_file():
+            change = "set model.tokenizer to a hub id, or a folder with tokenizer.json, or put the model's own there"
         if "trust_remote_code=True" in str(error):
             change = "set model.trust_remote_code=true, once you have read that code"
         said = first_line(error) if isinstance(error, OSError | ValueError) else in_a_line(error)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.module_names import whole_numbers
-from toolkit.recipe.schema import CHAT_TEMPLATES, VARLEN_ATTENTION, Model
+from toolkit.recipe.schema import CHAT_TEMPLATES, VARLEN_ATTENTION, Model, Recipe
 
 
 def is_local(model: Model) -> bool:
@@ -43,6 +44,19 @@ def _twice(columns: Mapping[str, str] | None) -> bool:
 
 def _is_number(text: object) -> bool:
     return isinstance(text, str) and bool(re.fullmatch(r"[\d.]+(e-?\d+)?%?", text))
+
+
+def _is_stored_as(form: str) -> Callable[[Recipe, Mapping[str, Any]], bool]:
+    """Whether bitsandbytes has stored a model in this form, and a recipe asks for another."""
+
+    def broken(recipe: Recipe, config: Mapping[str, Any]) -> bool:
+        stored = config.get("quantization_config")
+        if recipe.method.quantization == form or not isinstance(stored, Mapping):
+            return False
+        found = "int8" if stored.get("load_in_8bit") else stored.get("bnb_4bit_quant_type")
+        return stored.get("quant_method") == "bitsandbytes" and found == form
+
+    return broken
 
 
 TEMPLATE_ARGUMENTS = {
@@ -85,6 +99,15 @@ INPUT_RULES = {
         "what they mean",
         "set model.path to weights in floating point, or to a whole quantized model",
     ),
+    **{
+        f"model-stored-{form}": Rule(
+            "method.quantization",
+            _is_stored_as(form),
+            f"the model is stored in {form} by bitsandbytes, and stays so",
+            f"set method={option}, or model.path to the model in 16 bits",
+        )
+        for form, option in (("nf4", "qlora"), ("int8", "lora_int8"))
+    },
     "tokenizer-no-folder": Rule(
         "model.tokenizer",
         lambda r, _: no_folder(r.model.tokenizer),
