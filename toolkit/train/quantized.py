@@ -27,7 +27,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
-from toolkit.models import attention, packed_int4
+from toolkit.models import own_attention, packed_int4
 from toolkit.models.embedding import drop_pooler
 from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
@@ -217,7 +217,7 @@ class _Exporting:
         self._kind = auto_class(recipe.objective)
         self._settings: dict[str, Any] = {
             "dtype": dtype,
-            "attn_implementation": attention.with_mask(source.config.to_dict()),
+            "attn_implementation": own_attention.with_mask(source),
             "trust_remote_code": recipe.model.trust_remote_code,
         }
         if torch.cuda.is_available():
