@@ -46,6 +46,25 @@ def auto_class(objective: str) -> Any:
     return _CLASSES.get(objective, _OTHERS)[0]
 
 
+def pin(config: Any, revision: str | None) -> None:
+    """Notes in a configuration of which commit the code may run that comes with it; what is saved does not say so."""
+    config._commit_hash = revision
+
+
+def from_config(objective: str, config: Any, trust_remote_code: bool, **arguments: Any) -> Any:
+    """A model for an objective, made from its configuration.
+
+    Code of its own is that of the commit that `pin` has noted, where Transformers would run the newest.
+
+    Args:
+        arguments: Others of `from_config`.
+    """
+    kind, commit = auto_class(objective), getattr(config, "_commit_hash", None)
+    if commit and trust_remote_code and kind.__name__ in getattr(config, "auto_map", {}):
+        arguments["code_revision"] = commit
+    return kind.from_config(config, trust_remote_code=trust_remote_code, **arguments)
+
+
 def called(objective: str) -> str:
     """What such a model is, in words."""
     return _CLASSES.get(objective, _OTHERS)[1]

@@ -47,6 +47,7 @@ from toolkit.models.heads import (
     called,
     forget_drawn,
     head_modules,
+    pin,
     with_labels,
 )
 from toolkit.models.sentence_files import POOLING, pooling_of
@@ -95,6 +96,8 @@ class ModelSource:
             at = f" at commit {recipe.model.revision}" if recipe.model.revision else ""
             _log.info("model.trust_remote_code: runs the Python code of %s%s", recipe.model.path, at)
         config, auto = _from_pretrained(AutoConfig, recipe, location), auto_class(recipe.objective)
+        if recipe.model.trust_remote_code:
+            pin(config, recipe.model.revision)
         if type(config) not in auto._model_mapping and auto.__name__ not in getattr(config, "auto_map", {}):
             known = called(recipe.objective)
             raise UserError(
@@ -413,7 +416,7 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
         change = f"did you mean {' or '.join(close)}? " if close else ""
         what = "tokenizer.json" if key == "model.tokenizer" else "config.json and *.safetensors, or a GGUF file"
         change += f"Set {key} to a hub id, or a folder with {what}"
-        if "trust_remote_code=True" in str(error):
+        if "trust_remote_code=True" in str(error) and not recipe.model.trust_remote_code:
             change = "set model.trust_remote_code=true, once you have read that code"
         said = first_line(error) if isinstance(error, OSError | ValueError) else in_a_line(error)
         what = f"cannot be loaded as {kind.__name__}: {said}"

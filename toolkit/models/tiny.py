@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as zero
 
-from toolkit.models.heads import auto_class
+from toolkit.models.heads import from_config, pin
 
 VOCABULARY = 128
 _HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
@@ -71,12 +71,12 @@ def tiny_model(
     Raises:
         Exception: Whatever the model's own code raises for sizes that do not fit together.
     """
-    kind = auto_class(objective)
     small = type(config)(**shrink(config.to_dict()))
+    pin(small, getattr(config, "_commit_hash", None))
     with by_itself(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = kind.from_config(
-            small, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation=attention
+        model: PreTrainedModel = from_config(
+            objective, small, trust_remote_code, dtype=torch.float32, attn_implementation=attention
         )
         with torch.no_grad():
             for parameter in model.parameters():
