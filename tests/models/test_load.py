@@ -118,6 +118,16 @@ def test_model_that_cannot_be_loaded_is_one_clear_message(path: str, words: list
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def test_a_model_that_needs_a_language_is_refused_without_one(tmp_path: Path) -> None:
+    said = {"model_type": "xmod", "is_decoder": True, "languages": ["en_XX", "de_DE"]}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match="names no default_language") as caught:
+        ModelSource.open(recipe(f"model.path={tmp_path}"))
+    assert caught.value.change == "set default_language there to one of: en_XX, de_DE"
+    (tmp_path / "config.json").write_text(json.dumps({**said, "default_language": "de_DE"}))
+    assert ModelSource.open(recipe(f"model.path={tmp_path}"))
+
+
 def test_code_of_another_commit_than_the_recipes_never_runs(place: Path, tmp_path: Path) -> None:
     """Neither to ask a tiny copy, nor to trace the model: who set `revision` has read the code of that commit alone."""
     repository, read, newest = tmp_path / "hub" / "models--some--own", "a" * 40, "b" * 40

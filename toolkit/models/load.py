@@ -104,6 +104,12 @@ class ModelSource:
                 f"model.path: {recipe.model.path} is a {config.model_type}, which Transformers cannot load as {known}",
                 "set model.path to a model for text",
             )
+        if config.model_type == "xmod" and config.default_language is None:
+            raise UserError(
+                f"model.path: {recipe.model.path} has layers of its own for each language, and its config.json "
+                "names no default_language",
+                f"set default_language there to one of: {', '.join(config.languages)}",
+            )
         return cls(recipe, location, config)
 
     def labelled(self, labels: Sequence[str], tokenizer: Any) -> ModelSource:
