@@ -118,6 +118,26 @@ def test_model_that_cannot_be_loaded_is_one_clear_message(path: str, words: list
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def test_a_generic_head_takes_the_body_of_a_models_own_code(place: Path, tmp_path: Path) -> None:
+    """Which Transformers makes by itself; it asked on the terminal whether that code may run, and refused."""
+    folder = Path(shutil.copytree(place / "llama", tmp_path / "own"))
+    (folder / "own_llama.py").write_text(
+        "from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel\n"
+        "from transformers.modeling_layers import GenericForSequenceClassification\n"
+        "class Config(LlamaConfig):\n    model_type = 'own_llama'\n"
+        "class Body(LlamaModel):\n    config_class = Config\n"
+        "class Texts(GenericForSequenceClassification, LlamaPreTrainedModel):\n    config_class = Config\n"
+    )
+    names = {"AutoConfig": "Config", "AutoModel": "Body", "AutoModelForSequenceClassification": "Texts"}
+    auto_map = {key: f"own_llama.{name}" for key, name in names.items()}
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own_llama", "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps(config))
+    made = recipe(f"model.path={folder}", "model.trust_remote_code=true", "objective=reward")
+    source = ModelSource.open(made)
+    model = source.labelled([], source.tokenizer()).load(dtypes(made), "sdpa")
+    assert (type(model).__name__, type(model.model).__name__) == ("Texts", "Body")
+
+
 def test_a_model_that_needs_a_language_is_refused_without_one(tmp_path: Path) -> None:
     said = {"model_type": "xmod", "is_decoder": True, "languages": ["en_XX", "de_DE"]}
     (tmp_path / "config.json").write_text(json.dumps(said))

@@ -97,7 +97,7 @@ class ModelSource:
             _log.info("model.trust_remote_code: runs the Python code of %s%s", recipe.model.path, at)
         config, auto = _from_pretrained(AutoConfig, recipe, location), auto_class(recipe.objective)
         if recipe.model.trust_remote_code:
-            pin(config, recipe.model.revision)
+            pin(config, recipe.model.revision, recipe.objective)
         if type(config) not in auto._model_mapping and auto.__name__ not in getattr(config, "auto_map", {}):
             known = called(recipe.objective)
             raise UserError(

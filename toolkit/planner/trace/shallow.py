@@ -63,7 +63,7 @@ def load_config(setting: Setting) -> Any:
     """The configuration object of the whole model."""
     if setting.path and setting.trust_remote_code:
         own = AutoConfig.from_pretrained(setting.path, revision=setting.revision, trust_remote_code=True)
-        pin(own, setting.revision)
+        pin(own, setting.revision, setting.objective)
         return own
     values = {key: value for key, value in setting.config.items() if key != "transformers_version"}
     # Transformers completes nested settings, such as those of rotary embeddings, in place.
