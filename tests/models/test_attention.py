@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,8 @@ from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.schema import ATTENTION_BACKENDS
 from toolkit.train.evaluate import reading_masks
+from toolkit.train.export import load_base
+from toolkit.train.verify import check_isolation
 
 GEMMA2 = model_configs.bundled()["google/gemma-2-2b-it"].config
 LLAMA = model_configs.bundled()["meta-llama/Llama-3.2-1B"].config
@@ -76,6 +80,68 @@ def test_a_run_takes_eager_attention_where_its_plan_does(
     training = set_up("model.path=falcon", "precision=fp32")
     assert training.trainer.model.config._attn_implementation == training.attention == "eager"
     assert "measured 4.00 times as fast as sdpa on this CPU" in caplog.text
+
+
+OWN = """
+import torch
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
+
+
+class Attention(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            each(hidden_states).view(shape).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        key, value = (repeat_kv(each, self.num_key_value_groups) for each in (key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attention_mask, is_causal=attention_mask is None
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+class Stock(LlamaForCausalLM):
+    pass
+
+
+class Masked(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for number, layer in enumerate(self.model.layers):
+            layer.self_attn = Attention(config, number)
+
+
+class Bare(Masked):
+    _supports_sdpa = False
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "runs", "generates"),
+    [("Stock", "torch_varlen", "sdpa"), ("Masked", "sdpa", "sdpa"), ("Bare", "eager", "eager")],
+)
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_auto_takes_what_a_models_own_code_computes_right(
+    name: str, runs: str, generates: str, packing: str, place: Path
+) -> None:
+    """Not `torch_varlen` and `sdpa` by its config, which the run or Transformers then refuses."""
+    folder = Path(shutil.copytree(place / "llama", place / name, dirs_exist_ok=True))
+    (folder / "modeling_own.py").write_text(OWN)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": f"modeling_own.{name}"}
+    (folder / "config.json").write_text(json.dumps(config))
+    overrides = ["precision=fp32", f"data.packing={packing}"]
+    expected, _ = loss_and_gradients(set_up("model.path=llama", "model.attention=eager", *overrides))
+
+    training = set_up(f"model.path={name}", "model.trust_remote_code=true", *overrides)
+    if packing == "true" or training.attention in attention.VARLEN:
+        check_isolation(training)
+
+    assert training.trainer.model.config._attn_implementation == training.attention == runs
+    assert loss_and_gradients(training)[0] == pytest.approx(expected, rel=1e-6)
+    assert load_base(training.source).config._attn_implementation == generates
 
 
 def test_capped_logits_are_never_dropped_in_silence() -> None:

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import RUN, environment, leave_unmeasured
 from safetensors.torch import load_file, save_file
 from small import INT8, LORA, NF4, place_with, set_up
 from tiny import tiny_gguf, tiny_model
@@ -138,6 +141,65 @@ def test_model_that_cannot_be_loaded_is_one_clear_message(path: str, words: list
     with pytest.raises(UserError) as caught:
         set_up(f"model.path={path}", *(["model.tokenizer=llama"] if path in configs else []))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_generic_head_takes_the_body_of_a_models_own_code(place: Path, tmp_path: Path) -> None:
+    """Which Transformers makes by itself; it asked on the terminal whether that code may run, and refused."""
+    folder = Path(shutil.copytree(place / "llama", tmp_path / "own"))
+    (folder / "own_llama.py").write_text(
+        "from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel\n"
+        "from transformers.modeling_layers import GenericForSequenceClassification\n"
+        "class Config(LlamaConfig):\n    model_type = 'own_llama'\n"
+        "class Body(LlamaModel):\n    config_class = Config\n"
+        "class Texts(GenericForSequenceClassification, LlamaPreTrainedModel):\n    config_class = Config\n"
+    )
+    names = {"AutoConfig": "Config", "AutoModel": "Body", "AutoModelForSequenceClassification": "Texts"}
+    auto_map = {key: f"own_llama.{name}" for key, name in names.items()}
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own_llama", "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps(config))
+    made = recipe(f"model.path={folder}", "model.trust_remote_code=true", "objective=reward")
+    source = ModelSource.open(made)
+    model = source.labelled([], source.tokenizer()).load(dtypes(made), "sdpa")
+    assert (type(model).__name__, type(model.model).__name__) == ("Texts", "Body")
+
+
+def test_a_model_that_needs_a_language_is_refused_without_one(tmp_path: Path) -> None:
+    said = {"model_type": "xmod", "is_decoder": True, "languages": ["en_XX", "de_DE"]}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match="names no default_language") as caught:
+        ModelSource.open(recipe(f"model.path={tmp_path}"))
+    assert caught.value.change == "set default_language there to one of: en_XX, de_DE"
+    (tmp_path / "config.json").write_text(json.dumps({**said, "default_language": "de_DE"}))
+    assert ModelSource.open(recipe(f"model.path={tmp_path}"))
+
+
+def test_code_of_another_commit_than_the_recipes_never_runs(place: Path, tmp_path: Path) -> None:
+    """Neither to ask a tiny copy, nor to trace the model: who set `revision` has read the code of that commit alone."""
+    repository, read, newest = tmp_path / "hub" / "models--some--own", "a" * 40, "b" * 40
+    for commit in (read, newest):
+        folder = Path(shutil.copytree(place / "llama", repository / "snapshots" / commit))
+        ran = f"open({str(tmp_path / commit)!r}, 'w').close()"
+        (folder / "own.py").write_text(
+            f"from transformers import LlamaForCausalLM\n{ran}\nclass Own(LlamaForCausalLM):\n    pass\n"
+        )
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "own.Own"}}))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(newest)
+    leave_unmeasured(tmp_path / "cache")
+    caches = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    asked = ["recipe=small", "model=some/own", f"model.revision={read}", "model.trust_remote_code=true"]
+
+    done = subprocess.run(
+        [sys.executable, RUN, *asked, "max_steps=1", f"output.dir={tmp_path}"],
+        env=environment() | caches | {"HF_HUB_OFFLINE": "1", "TOOLKIT_CACHE": str(tmp_path / "cache")},
+        cwd=place, capture_output=True, text=True,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "small" / "manifest.json").read_text())["plan"]
+    assert plan["origin"] == "traced"
+    assert (tmp_path / read).exists() and not (tmp_path / newest).exists()
 
 
 def test_a_folder_that_is_gone_since_a_run_began_is_said_to_be(place: Path) -> None:

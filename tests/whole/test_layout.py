@@ -93,6 +93,8 @@ ELSEWHERE = {
     "models/adapter_init": "train/test_initial",
     "models/stored_loading": "models/test_blockwise",
     "models/attention_kernels": "models/test_attention",
+    "models/own_attention": "models/test_attention",
+    "models/special_tokens": "train/test_merge",
     "models/varlen_trials": "models/test_varlen",
     "models/head_choice": "models/test_output_head",
     "models/tiny": "models/test_output_head",

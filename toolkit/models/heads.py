@@ -23,9 +23,10 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
-from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
+from toolkit.recipe.heads import EMBEDDING, HEADED, OF_TEXTS
 
 _log = logging.getLogger("toolkit.models")
 POOLER = "pooler"
@@ -44,6 +45,36 @@ _OTHERS = (AutoModelForCausalLM, "a causal language model")
 def auto_class(objective: str) -> Any:
     """Transformers' class that builds a model for an objective of recipes."""
     return _CLASSES.get(objective, _OTHERS)[0]
+
+
+def pin(config: Any, revision: str | None, objective: str) -> None:
+    """Notes in a configuration of which commit the code may run that comes with it; what is saved does not say so.
+
+    The body in that code is made known to Transformers, whose generic heads make theirs without saying that it may run.
+    """
+    config._commit_hash = revision
+    body = (getattr(config, "auto_map", None) or {}).get("AutoModel")
+    if body and objective in HEADED and objective != EMBEDDING and type(config) not in AutoModel._model_mapping:
+        try:
+            AutoModel.register(
+                type(config), get_class_from_dynamic_module(body, config.name_or_path, code_revision=revision)
+            )
+        except Exception as error:  # Code of others raises anything. Heads of its own may do without.
+            _log.debug("AutoModel of %s: %s", config.name_or_path, error)
+
+
+def from_config(objective: str, config: Any, trust_remote_code: bool, **arguments: Any) -> Any:
+    """A model for an objective, made from its configuration.
+
+    Code of its own is that of the commit that `pin` has noted, where Transformers would run the newest.
+
+    Args:
+        arguments: Others of `from_config`.
+    """
+    kind, commit = auto_class(objective), getattr(config, "_commit_hash", None)
+    if commit and trust_remote_code and kind.__name__ in getattr(config, "auto_map", {}):
+        arguments["code_revision"] = commit
+    return kind.from_config(config, trust_remote_code=trust_remote_code, **arguments)
 
 
 def called(objective: str) -> str:

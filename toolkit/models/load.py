@@ -47,6 +47,7 @@ from toolkit.models.heads import (
     called,
     forget_drawn,
     head_modules,
+    pin,
     with_labels,
 )
 from toolkit.models.sentence_files import POOLING, pooling_of
@@ -95,11 +96,19 @@ class ModelSource:
             at = f" at commit {recipe.model.revision}" if recipe.model.revision else ""
             _log.info("model.trust_remote_code: runs the Python code of %s%s", recipe.model.path, at)
         config, auto = _from_pretrained(AutoConfig, recipe, location), auto_class(recipe.objective)
+        if recipe.model.trust_remote_code:
+            pin(config, recipe.model.revision, recipe.objective)
         if type(config) not in auto._model_mapping and auto.__name__ not in getattr(config, "auto_map", {}):
             known = called(recipe.objective)
             raise UserError(
                 f"model.path: {recipe.model.path} is a {config.model_type}, which Transformers cannot load as {known}",
                 "set model.path to a model for text",
+            )
+        if config.model_type == "xmod" and config.default_language is None:
+            raise UserError(
+                f"model.path: {recipe.model.path} has layers of its own for each language, and its config.json "
+                "names no default_language",
+                f"set default_language there to one of: {', '.join(config.languages)}",
             )
         return cls(recipe, location, config)
 
@@ -426,7 +435,7 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
         change += f"Set {key} to a hub id, or a folder with {what}"
         if kind is AutoTokenizer and Path(path, "config.json").is_file():
             change = "set model.tokenizer to a hub id, or a folder with tokenizer.json, or put the model's own there"
-        if "trust_remote_code=True" in str(error):
+        if "trust_remote_code=True" in str(error) and not recipe.model.trust_remote_code:
             change = "set model.trust_remote_code=true, once you have read that code"
         said = first_line(error) if isinstance(error, OSError | ValueError) else in_a_line(error)
         what = f"cannot be loaded as {kind.__name__}: {said}"

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as zero
 
-from toolkit.models.heads import auto_class
+from toolkit.models.heads import from_config, pin
 
 VOCABULARY = 128
 _HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
@@ -58,21 +58,26 @@ _KV_HEADS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "num_global_key
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 
 
-def tiny_model(config: Any, objective: str, trust_remote_code: bool = False) -> PreTrainedModel:
+def tiny_model(
+    config: Any, objective: str, trust_remote_code: bool = False, attention: str | None = None
+) -> PreTrainedModel:
     """A random model of an architecture, in fp32 on the CPU.
 
     Args:
         config: The model's configuration object; it is not changed.
         objective: As in the recipe: whether it is a causal language model or an encoder-decoder.
+        attention: Transformers' name of an implementation; by default what the architecture takes by itself.
 
     Raises:
         Exception: Whatever the model's own code raises for sizes that do not fit together.
     """
-    kind = auto_class(objective)
     small = type(config)(**shrink(config.to_dict()))
+    pin(small, getattr(config, "_commit_hash", None), objective)
     with by_itself(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = kind.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model: PreTrainedModel = from_config(
+            objective, small, trust_remote_code, dtype=torch.float32, attn_implementation=attention
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 # Biases of zero and gains of one would hide what they do.

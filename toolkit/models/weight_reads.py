@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from toolkit.models.heads import POOLER, auto_class, head_modules
+from toolkit.models.heads import POOLER, from_config, head_modules
 from toolkit.models.tiny import by_itself, text_batch, tiny_model
 from toolkit.recipe import model_configs
 from toolkit.recipe.heads import EMBEDDING, HEADED
@@ -55,7 +55,7 @@ def kept_whole(config: Any, objective: str, trust_remote_code: bool) -> list[str
     if not (read or headed or experts > 1):
         return []
     with by_itself(), torch.device("meta"):
-        model = auto_class(objective).from_config(config, trust_remote_code=trust_remote_code)
+        model = from_config(objective, config, trust_remote_code)
     linear = {name: each for name, each in model.named_modules() if isinstance(each, LINEAR)}
     routers = (name for name, each in linear.items() if _ROUTER.search(name) and len(each.weight) == experts > 1)
     names = sorted({*routers, *(name for name in linear if is_one_of(name, read))})

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, core_model_loading
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from toolkit.models.heads import auto_class, belongs_to_head, head_modules
+from toolkit.models.heads import belongs_to_head, from_config, head_modules
 from toolkit.models.tiny import by_itself
 
 _UNUSED = "of_another_head"
@@ -60,7 +60,7 @@ def other_heads(config: Any, objective: str, trust_remote_code: bool, files: Ite
     if not is_deepspeed_zero3_enabled():
         return {}
     with by_itself(), torch.device("meta"):
-        model = auto_class(objective).from_config(config, trust_remote_code=trust_remote_code)
+        model = from_config(objective, config, trust_remote_code)
     heads, sizes, found = head_modules(model), {name: each.shape for name, each in model.named_parameters()}, {}
     for file in files:
         if file.suffix == ".safetensors":

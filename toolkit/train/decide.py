@@ -7,6 +7,7 @@ are loaded.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -20,7 +21,7 @@ from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.files import check_disk, write_json
-from toolkit.models import attention, attention_kernels, compiled_layers, device
+from toolkit.models import attention_kernels, compiled_layers, device, own_attention
 from toolkit.models.load import ModelSource
 from toolkit.models.parts import require_plans
 from toolkit.models.teacher import check_vocabulary, open_teacher
@@ -70,10 +71,7 @@ def decide(
 
     # Data
     kernels = attention_kernels.available(types.compute)
-    backend = attention.resolve(
-        recipe.model.attention, source.config.to_dict(), types.compute, kernels, recipe.parallel.shares_by,
-        recipe.headed,
-    )  # fmt: skip
+    backend, settled = own_attention.resolve(source, types.compute, kernels)
     require_isolation(source, backend)
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)
@@ -84,7 +82,11 @@ def decide(
     start_up.ended("data")
 
     # Plan
-    guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
+    guard = None
+    if first:
+        known = recipe.with_values({"model.attention": backend}) if settled else recipe
+        planned = dataclasses.replace(loaded, recipe=known)
+        guard = _checked(plan_run(planned, world, source, prepared.statistics), folder, progress, force)
     loaded, layout = agreed.decided(loaded, layout, guard, rendezvous)
     loaded, guard, fast = open_folder(loaded, guard, rendezvous, folder, progress.message)
     compiles = recipe.compile != "off" and agreed.compiles(recipe, rendezvous, guard)

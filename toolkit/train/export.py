@@ -17,7 +17,7 @@ from toolkit.common import PAGED, UserError, brief, first_line, in_a_line, on_sc
 from toolkit.data.audit import Audit
 from toolkit.distributed.engines import dtypes
 from toolkit.files import read_file
-from toolkit.models import attention
+from toolkit.models import own_attention
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
@@ -108,7 +108,7 @@ def load_base(source: ModelSource) -> Any:
     types = dtypes(source.recipe)
     if source.recipe.method.name == "full":
         types = dataclasses.replace(types, load=types.export)
-    return source.load(types, attention.with_mask(source.config.to_dict())).eval()
+    return source.load(types, own_attention.with_mask(source)).eval()
 
 
 def on_device(model: Any, recipe: Recipe) -> Any:

@@ -27,9 +27,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
-from toolkit.models import attention, packed_int4
+from toolkit.models import own_attention, packed_int4
 from toolkit.models.embedding import drop_pooler
-from toolkit.models.heads import auto_class
+from toolkit.models.heads import auto_class, from_config
 from toolkit.models.load import ModelSource
 from toolkit.models.sentence_files import write_modules
 from toolkit.models.tiny import by_itself
@@ -179,7 +179,7 @@ def _require_layers(source: ModelSource, form: str) -> None:
     trusted = recipe.model.trust_remote_code
     kept = kept_whole(source.config, recipe.objective, trusted)
     with by_itself(), torch.device("meta"):
-        model = auto_class(recipe.objective).from_config(source.config, trust_remote_code=trusted)
+        model = from_config(recipe.objective, source.config, trusted)
     as_by_default = kept or get_keys_to_not_convert(model)
 
     def stored(name: str) -> bool:
@@ -217,7 +217,7 @@ class _Exporting:
         self._kind = auto_class(recipe.objective)
         self._settings: dict[str, Any] = {
             "dtype": dtype,
-            "attn_implementation": attention.with_mask(source.config.to_dict()),
+            "attn_implementation": own_attention.with_mask(source),
             "trust_remote_code": recipe.model.trust_remote_code,
         }
         if torch.cuda.is_available():

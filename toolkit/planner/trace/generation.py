@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from toolkit.models.heads import auto_class
+from toolkit.models.heads import from_config
 from toolkit.planner.trace.shallow import depth_of
 from toolkit.planner.trace.types import Cache
 
@@ -40,13 +40,12 @@ def kept(config: Any, objective: str, trust_remote_code: bool = False) -> tuple[
     """
     if depth_of(config) > _DEEPEST:
         return None
-    kind = auto_class(objective)
     # Fake tensors know the numbers that a model makes from others, but take twice as long.
     for mode, device in ((torch.device("meta"), "meta"), (FakeTensorMode(allow_non_fake_inputs=True), "cpu")):
         try:
             with mode, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                model = kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code).eval()
+                model = from_config(objective, config, trust_remote_code, dtype=torch.bfloat16).eval()
                 return _kept(model, device)
         except Exception:  # A model's own code may raise anything.
             continue

@@ -61,6 +61,7 @@ class Setting:
         long: Whether a micro-batch has more than `CHUNK` tokens, and so surely more than the loss works on at a time.
         trust_remote_code: Whether the model's own code may run.
         path: `model.path`, where its code comes with the weights.
+        revision: `model.revision` of that code.
         tensor: Processes that divide each layer.
         context: Processes that share each row by gathering keys and values.
         expert: Processes that divide the experts of each layer.
@@ -85,6 +86,7 @@ class Setting:
     long: bool = True
     trust_remote_code: bool = False
     path: str | None = None
+    revision: str | None = None
     tensor: int = 1
     context: int = 1
     expert: int = 1
@@ -119,7 +121,7 @@ class Setting:
         for dimension in ("tensor", "context", "expert", "mlp_tiles"):
             if content[dimension] == 1:
                 del content[dimension]  # Traces are older than it.
-        for way in ("compiled", "drops_casts", "products"):
+        for way in ("compiled", "drops_casts", "products", "revision"):
             if not content[way]:
                 del content[way]  # As above.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
@@ -168,6 +170,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         long=not on_cpu or layout.micro_batch_size * layout.seq_len > CHUNK * layout.sharing,
         trust_remote_code=recipe.model.trust_remote_code,
         path=recipe.model.path if recipe.model.trust_remote_code else None,
+        revision=recipe.model.revision if recipe.model.trust_remote_code else None,
         tensor=recipe.parallel.tensor,
         context=recipe.parallel.context,
         expert=recipe.parallel.expert,

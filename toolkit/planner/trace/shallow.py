@@ -20,7 +20,7 @@ from toolkit.models import experts
 from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
 from toolkit.models.embedding import drop_pooler
 from toolkit.models.expert_parallel import divide_experts
-from toolkit.models.heads import auto_class
+from toolkit.models.heads import from_config, pin
 from toolkit.models.reach import reach_of
 from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.trace import fake_kernels
@@ -62,7 +62,9 @@ class Shallow:
 def load_config(setting: Setting) -> Any:
     """The configuration object of the whole model."""
     if setting.path and setting.trust_remote_code:
-        return AutoConfig.from_pretrained(setting.path, trust_remote_code=True)
+        own = AutoConfig.from_pretrained(setting.path, revision=setting.revision, trust_remote_code=True)
+        pin(own, setting.revision, setting.objective)
+        return own
     values = {key: value for key, value in setting.config.items() if key != "transformers_version"}
     # Transformers completes nested settings, such as those of rotary embeddings, in place.
     config = AutoConfig.for_model(**copy.deepcopy(values))
@@ -144,16 +146,16 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bo
     config = load_config(setting)
     if depth is not None:
         _shorten(config, depth, encoder)
-    kind = auto_class(setting.objective)
     recipe = _recipe(setting)
     types = _dtypes(setting)
     reach = reach_of(config, setting.objective, setting.trust_remote_code)
     with torch.device("meta"):
-        model = kind.from_config(
+        model = from_config(
+            setting.objective,
             config,
+            setting.trust_remote_code,
             dtype=getattr(torch, types.load),
             attn_implementation=fake_kernels.implementation(setting),
-            trust_remote_code=setting.trust_remote_code,
         )
         if setting.objective == EMBEDDING:
             drop_pooler(model)

@@ -1,0 +1,68 @@
+"""What `auto` stands for where a model has code of its own, of which a config says nothing: a tiny copy is asked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from toolkit.common import in_a_line
+from toolkit.data.collate import Collator, isolates
+from toolkit.models import attention, attention_kernels
+from toolkit.models.heads import auto_class
+from toolkit.models.load import ModelSource
+from toolkit.models.tiny import tiny_model
+
+_log = logging.getLogger(__name__)
+_FLAT = Collator(0, "flat")
+
+
+def resolve(source: ModelSource, compute: str, kernels: Mapping[str, str]) -> tuple[str, bool]:
+    """The backend that will run, see `attention.resolve`; of those that `auto` may take, one that the model's own code
+    computes right. And whether that code refused another, which its config does not say.
+
+    Args:
+        compute: Name of the compute dtype, e.g. `bfloat16`.
+        kernels: See `attention_kernels.available`.
+
+    Raises:
+        UserError: If none can run, or not the one that is asked for.
+    """
+    recipe, config, refused = source.recipe, source.config.to_dict(), False
+    while True:
+        backend = attention.resolve(
+            recipe.model.attention, config, compute, kernels, recipe.parallel.shares_by, recipe.headed
+        )
+        # What is asked for by name is tried by the run itself, on its device.
+        if recipe.model.attention != "auto" or not (why := _refusal(source, backend)):
+            return backend, refused
+        _log.debug("attention %s: %s", backend, why)
+        kernels, refused = {**kernels, backend: why}, True
+
+
+def with_mask(source: ModelSource) -> str:
+    """The backend for generation, see `attention.with_mask`, which the model's own code has, too."""
+    backend = attention.with_mask(source.config.to_dict())
+    return "eager" if _refusal(source, backend) else backend
+
+
+def _refusal(source: ModelSource, backend: str) -> str:
+    """Why a model's own code does not compute with a backend; empty if it does, and of models without such code."""
+    recipe, kind = source.recipe, auto_class(source.recipe.objective).__name__
+    own = recipe.model.trust_remote_code and kind in (getattr(source.config, "auto_map", None) or {})
+    if not own or backend == "eager":
+        return ""
+    try:
+        tiny_model(source.config, recipe.objective, trust_remote_code=True)
+    except Exception:  # Sizes that do not fit together; it is asked itself then.
+        return ""
+    flat = backend in attention.VARLEN
+    # All of these are told the same, and this one runs on CPUs.
+    asked = "torch_varlen" if flat else backend
+    attention_kernels.prepare(asked, recipe)
+    try:
+        model = tiny_model(source.config, recipe.objective, True, attention.IMPLEMENTATIONS[asked])
+        if not flat or isolates(model, _FLAT):
+            return ""
+    except Exception as error:  # Its own code may raise anything.
+        return f"the model's own code does not take it: {in_a_line(error)}"
+    return "the model's own code does not read where documents begin"
