@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -31,7 +30,7 @@ from transformers import (
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
-from toolkit.common import UserError, first_line, in_a_line, panicked
+from toolkit.common import UserError
 from toolkit.data import hub
 from toolkit.data.chat_template import load_chat_template
 from toolkit.data.encode import no_embedding
@@ -50,12 +49,11 @@ from toolkit.models.heads import (
     pin,
     with_labels,
 )
+from toolkit.models.reading import read
 from toolkit.models.sentence_files import POOLING, pooling_of
 from toolkit.models.tokenizer_limits import check_growth
-from toolkit.recipe import Recipe, model_configs
-from toolkit.recipe.config_limits import MARKED, has_mark
+from toolkit.recipe import Recipe
 from toolkit.recipe.heads import OF_TEXTS, REWARD
-from toolkit.recipe.rules.inputs import no_folder
 
 _log = logging.getLogger("toolkit.models")
 _IN_16_BITS = {"BF16": "bfloat16", "F16": "float16"}
@@ -95,7 +93,7 @@ class ModelSource:
         if recipe.model.trust_remote_code:
             at = f" at commit {recipe.model.revision}" if recipe.model.revision else ""
             _log.info("model.trust_remote_code: runs the Python code of %s%s", recipe.model.path, at)
-        config, auto = _from_pretrained(AutoConfig, recipe, location), auto_class(recipe.objective)
+        config, auto = read(AutoConfig, recipe, location), auto_class(recipe.objective)
         if recipe.model.trust_remote_code:
             pin(config, recipe.model.revision, recipe.objective)
         if type(config) not in auto._model_mapping and auto.__name__ not in getattr(config, "auto_map", {}):
@@ -150,7 +148,7 @@ class ModelSource:
             # Of another repository no commit is named whose code could have been read.
             trusted = model.trust_remote_code and Path(other).is_dir()
             arguments = {"pretrained_model_name_or_path": str(other), "trust_remote_code": trusted}
-        tokenizer = _from_pretrained(AutoTokenizer, self.recipe, arguments)
+        tokenizer = read(AutoTokenizer, self.recipe, arguments)
         check_growth(tokenizer, f"the tokenizer of {arguments['pretrained_model_name_or_path']}")
         if model.chat_template and not saved:
             tokenizer.chat_template = load_chat_template(model.chat_template)
@@ -172,7 +170,7 @@ class ModelSource:
         file = self._file("generation_config.json")
         if file:
             where = {"pretrained_model_name_or_path": str(file.parent)}
-            stops = _from_pretrained(GenerationConfig, self.recipe, where).eos_token_id
+            stops = read(GenerationConfig, self.recipe, where).eos_token_id
             stops = stops if isinstance(stops, list) else [stops]
             if not all(isinstance(token, int | None) for token in stops):
                 raise UserError(f"{file}: eos_token_id is {stops}, not numbers of tokens", "correct the file")
@@ -361,7 +359,7 @@ def _with_all_weights(recipe: Recipe, arguments: dict[str, Any], stored: Any = N
     """
     arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with zero3_loading.loading():
-        model, found = _from_pretrained(auto_class(recipe.objective), recipe, arguments)
+        model, found = read(auto_class(recipe.objective), recipe, arguments)
     zero3_loading.forget_unused_names(model)
     parameters = {name for name, _ in model.named_parameters()}
     missing, other = sorted(parameters & found["missing_keys"]), sorted(found["mismatched_keys"], key=str)
@@ -394,52 +392,3 @@ def _with_all_weights(recipe: Recipe, arguments: dict[str, Any], stored: Any = N
 
 def _size(shape: Sequence[int]) -> str:
     return " x ".join(f"{size:,}" for size in shape) or "a number"
-
-
-def _is_pointer(file: Path) -> bool:
-    """Whether Git has not yet fetched what a file is to hold."""
-    if not file.is_file():
-        return False
-    with file.open("rb") as content:
-        return content.read(23) == b"version https://git-lfs"
-
-
-def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
-    path = (arguments := dict(arguments)).pop("pretrained_model_name_or_path")
-    key = "model.tokenizer" if path == recipe.model.tokenizer != recipe.model.path else "model.path"
-    if no_folder(path):
-        # Of a run, whose recipe was checked where it was started.
-        place = "" if Path(path).is_absolute() else f", seen from {Path.cwd()}"
-        change = "put it back" + ", or go to the folder that the run was started in" * bool(place)
-        raise UserError(f"{key}: there is no folder or file {path}{place}", change)
-    if Path(path).is_dir() and not any(Path(path).iterdir()):
-        file = "tokenizer.json" if key == "model.tokenizer" else "config.json"
-        raise UserError(f"{key}: the folder {path} is empty", f"set {key} to a folder with {file}")
-    try:
-        return kind.from_pretrained(path, **arguments)
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except BaseException as error:  # Files of others may hold anything, and the libraries raise anything for it.
-        if not (isinstance(error, Exception) or panicked(error)):
-            raise
-        _log.debug("%s of %s", kind.__name__, path, exc_info=True)
-        if marked := next(filter(has_mark, sorted(Path(path).glob("*.json"))), None):
-            raise UserError(f"{key}: {marked}{MARKED}", "save it so") from error
-        if pointer := next(filter(_is_pointer, sorted(Path(path).glob("*"))), None):
-            change = "run `git lfs pull` in the repository it came from"
-            raise UserError(f"{key}: {pointer} is a Git LFS pointer, not what its name says", change) from error
-        misspelt = key == "model.path" and not (Path(path).is_dir() or model_configs.known_model(recipe.model))
-        close = model_configs.nearest(path) if misspelt else []
-        change = f"did you mean {' or '.join(close)}? " if close else ""
-        what = "tokenizer.json" if key == "model.tokenizer" else "config.json and *.safetensors, or a GGUF file"
-        change += f"Set {key} to a hub id, or a folder with {what}"
-        if kind is AutoTokenizer and Path(path, "config.json").is_file():
-            change = "set model.tokenizer to a hub id, or a folder with tokenizer.json, or put the model's own there"
-        if "trust_remote_code=True" in str(error) and not recipe.model.trust_remote_code:
-            change = "set model.trust_remote_code=true, once you have read that code"
-        said = first_line(error) if isinstance(error, OSError | ValueError) else in_a_line(error)
-        what = f"cannot be loaded as {kind.__name__}: {said}"
-        if isinstance(error.__cause__, LocalEntryNotFoundError):
-            what = "is neither a folder here nor in the hub's cache"
-            change += f"; `hf download {path}` fills the cache where there is a network"
-        raise UserError(f"{key}: {Path(path, arguments.get('gguf_file', ''))} {what}", change) from error

@@ -1,0 +1,76 @@
+"""Reading what others have written, with errors that name the key of the recipe and what to change."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from transformers import AutoTokenizer
+
+from toolkit.common import UserError, first_line, in_a_line, panicked
+from toolkit.recipe import Recipe, model_configs
+from toolkit.recipe.config_limits import MARKED, has_mark
+from toolkit.recipe.rules.inputs import no_folder
+
+_log = logging.getLogger("toolkit.models")
+
+
+def _is_pointer(file: Path) -> bool:
+    """Whether Git has not yet fetched what a file is to hold."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as content:
+        return content.read(23) == b"version https://git-lfs"
+
+
+def read(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
+    """What one of Transformers' classes reads from a recipe's model.
+
+    Args:
+        kind: The class, such as `AutoConfig`.
+        arguments: Of its `from_pretrained`, the place among them.
+
+    Raises:
+        UserError: It cannot be read; names the key.
+    """
+    path = (arguments := dict(arguments)).pop("pretrained_model_name_or_path")
+    key = "model.tokenizer" if path == recipe.model.tokenizer != recipe.model.path else "model.path"
+    if no_folder(path):
+        # Of a run, whose recipe was checked where it was started.
+        place = "" if Path(path).is_absolute() else f", seen from {Path.cwd()}"
+        change = "put it back" + ", or go to the folder that the run was started in" * bool(place)
+        raise UserError(f"{key}: there is no folder or file {path}{place}", change)
+    if Path(path).is_dir() and not any(Path(path).iterdir()):
+        file = "tokenizer.json" if key == "model.tokenizer" else "config.json"
+        raise UserError(f"{key}: the folder {path} is empty", f"set {key} to a folder with {file}")
+    try:
+        return kind.from_pretrained(path, **arguments)
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except BaseException as error:  # Files of others may hold anything, and the libraries raise anything for it.
+        if not (isinstance(error, Exception) or panicked(error)):
+            raise
+        _log.debug("%s of %s", kind.__name__, path, exc_info=True)
+        if marked := next(filter(has_mark, sorted(Path(path).glob("*.json"))), None):
+            raise UserError(f"{key}: {marked}{MARKED}", "save it so") from error
+        if pointer := next(filter(_is_pointer, sorted(Path(path).glob("*"))), None):
+            change = "run `git lfs pull` in the repository it came from"
+            raise UserError(f"{key}: {pointer} is a Git LFS pointer, not what its name says", change) from error
+        misspelt = key == "model.path" and not (Path(path).is_dir() or model_configs.known_model(recipe.model))
+        close = model_configs.nearest(path) if misspelt else []
+        change = f"did you mean {' or '.join(close)}? " if close else ""
+        what = "tokenizer.json" if key == "model.tokenizer" else "config.json and *.safetensors, or a GGUF file"
+        change += f"Set {key} to a hub id, or a folder with {what}"
+        if kind is AutoTokenizer and Path(path, "config.json").is_file():
+            change = "set model.tokenizer to a hub id, or a folder with tokenizer.json, or put the model's own there"
+        if "trust_remote_code=True" in str(error) and not recipe.model.trust_remote_code:
+            change = "set model.trust_remote_code=true, once you have read that code"
+        said = first_line(error) if isinstance(error, OSError | ValueError) else in_a_line(error)
+        what = f"cannot be loaded as {kind.__name__}: {said}"
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            what = "is neither a folder here nor in the hub's cache"
+            change += f"; `hf download {path}` fills the cache where there is a network"
+        raise UserError(f"{key}: {Path(path, arguments.get('gguf_file', ''))} {what}", change) from error
