@@ -20,11 +20,13 @@ from harness import RUN, environment, leave_unmeasured
 from safetensors.torch import load_file, save_file
 from small import INT8, LORA, NF4, place_with, set_up
 from tiny import tiny_gguf, tiny_model
+from transformers import LlamaConfig
 
 from toolkit.common import UserError, printable
 from toolkit.distributed.engines import dtypes
 from toolkit.models import device
 from toolkit.models import load as load_module
+from toolkit.models import tiny as tiny_copies
 from toolkit.models.coverage import parameter_counts
 from toolkit.models.load import ModelSource
 from toolkit.recipe import load
@@ -161,6 +163,18 @@ def test_a_generic_head_takes_the_body_of_a_models_own_code(place: Path, tmp_pat
     source = ModelSource.open(made)
     model = source.labelled([], source.tokenizer()).load(dtypes(made), "sdpa")
     assert (type(model).__name__, type(model.model).__name__) == ("Texts", "Body")
+
+
+def test_a_tiny_copy_runs_no_code_that_may_not_run(tmp_path: Path) -> None:
+    class Own(LlamaConfig):
+        model_type = "own"
+
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Body: pass\n")
+    config = Own(auto_map={"AutoModel": "own.Body"})
+    config._name_or_path = str(tmp_path)
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        tiny_copies.tiny_model(config, "reward")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_model_that_needs_a_language_is_refused_without_one(tmp_path: Path) -> None:
