@@ -165,6 +165,25 @@ def test_a_generic_head_takes_the_body_of_a_models_own_code(place: Path, tmp_pat
     assert (type(model).__name__, type(model.model).__name__) == ("Texts", "Body")
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "names"),
+    [
+        ("config.json", "AutoConfig", "some/other--own.Config"),
+        ("tokenizer_config.json", "AutoTokenizer", ["some/other--own.Slow", None]),
+    ],
+)
+def test_code_of_a_further_repository_is_refused(file: str, key: str, names: Any, place: Path, tmp_path: Path) -> None:
+    """Its newest version would run, whichever commit of the model has been read."""
+    folder = Path(shutil.copytree(place / "llama", tmp_path / "own"))
+    config = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(config | {"auto_map": {key: names}}))
+    trusting = recipe(f"model.path={folder}", "model.trust_remote_code=true")
+    with pytest.raises(UserError, match="takes its code from another repository, some/other--own") as caught:
+        ModelSource.open(trusting).tokenizer()
+    assert file in caught.value.change
+    assert ModelSource.open(recipe(f"model.path={folder}")).tokenizer()
+
+
 def test_a_tiny_copy_runs_no_code_that_may_not_run(tmp_path: Path) -> None:
     class Own(LlamaConfig):
         model_type = "own"

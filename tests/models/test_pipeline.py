@@ -89,7 +89,7 @@ def test_stages_go_around_or_return() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_process_does_not_keep_what_others_have(tied: bool) -> None:
     config = config_of("llama", tie_word_embeddings=tied)
-    away = [elsewhere(AutoModelForCausalLM, config, Split((1, 2, 1), 3), place) for place in range(3)]
+    away = [elsewhere("sft", config, Split((1, 2, 1), 3), place, False) for place in range(3)]
     layers = [[name for name in each if ".layers." in name] for each in away]
     assert layers == [
         [f"model.layers.{number}" for number in (1, 2, 3)],

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from toolkit.common import UserError
+from toolkit.models.heads import from_config
 from toolkit.models.process_groups import neighbours
 
 CACHES = {"cache", "past_key_values"}
@@ -229,11 +230,11 @@ def _parts(decoder: Any, base: Any, kind: str) -> tuple[str, str]:
     return layers[0], others[0]
 
 
-def elsewhere(auto: Any, config: Any, split: Split, place: int, trust_remote_code: bool = False) -> list[str]:
+def elsewhere(objective: str, config: Any, split: Split, place: int, trust_remote_code: bool) -> list[str]:
     """Names of the modules of a model whose weights a process of a pipeline does not keep.
 
     Args:
-        auto: Transformers' class that builds the model.
+        objective: As in the recipe.
         config: The model's configuration object; it is not changed.
         place: Of the process in the pipeline.
 
@@ -241,7 +242,7 @@ def elsewhere(auto: Any, config: Any, split: Split, place: int, trust_remote_cod
         UserError: As `Chain`.
     """
     with torch.device("meta"):
-        base = auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        base = from_config(objective, copy.deepcopy(config), trust_remote_code)
     decoder, embeddings, head = base.get_decoder(), base.get_input_embeddings(), base.get_output_embeddings()
     names = {id(module): name for name, module in base.named_modules()}
     layers, norm = _parts(decoder, base, config.model_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
+from transformers.utils import CONFIG_NAME, cached_file
 
 from toolkit.common import UserError, first_line, in_a_line, panicked
 from toolkit.recipe import Recipe, model_configs
@@ -16,6 +18,27 @@ from toolkit.recipe.config_limits import MARKED, has_mark
 from toolkit.recipe.rules.inputs import no_folder
 
 _log = logging.getLogger("toolkit.models")
+
+
+def refuse_code_elsewhere(kind: Any, path: str, revision: str | None, key: str = "model.path") -> None:
+    """Of a model whose own code may run: code in another repository, which no revision of a recipe names.
+
+    Raises:
+        UserError: Its files refer to such code; names it.
+    """
+    file = "tokenizer_config.json" if kind is AutoTokenizer else CONFIG_NAME
+    try:
+        found = Path(str(cached_file(path, file, revision=revision)))
+        named = json.loads(found.read_text(encoding="utf-8")).get("auto_map", {}).values()
+    except (OSError, ValueError, AttributeError):  # Whoever reads it for its content says so better.
+        return
+    every = [str(name) for each in named for name in (each if isinstance(each, list) else [each])]
+    if code := next((name for name in every if "--" in name and name.partition("--")[0] != path), ""):
+        raise UserError(
+            f"{key}: {path} takes its code from another repository, {code}, in whatever version that has today",
+            "read that code, put its files into a folder with the model, and name the classes without the repository "
+            f"in {file}; or set model.trust_remote_code=false",
+        )
 
 
 def _is_pointer(file: Path) -> bool:
@@ -46,6 +69,8 @@ def read(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
     if Path(path).is_dir() and not any(Path(path).iterdir()):
         file = "tokenizer.json" if key == "model.tokenizer" else "config.json"
         raise UserError(f"{key}: the folder {path} is empty", f"set {key} to a folder with {file}")
+    if arguments.get("trust_remote_code"):
+        refuse_code_elsewhere(kind, path, arguments.get("revision"), key)
     try:
         return kind.from_pretrained(path, **arguments)
     except (UserError, torch.OutOfMemoryError):

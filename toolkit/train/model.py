@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ from toolkit.common import in_background
 from toolkit.models import dropout
 from toolkit.models.adapters import add_method, cast_buffers, cast_parameters, part_of_base
 from toolkit.models.coverage import parameter_counts, require_quantized
-from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
 from toolkit.models.parts import divide_model
 from toolkit.models.pipeline import elsewhere, split_layers
@@ -62,7 +62,10 @@ def load_model(decided: Decided, arguments: TrainingArguments, progress: Progres
     # Adapters are initialised at random before the trainer sets its own seed.
     set_seed(recipe.seed)
     begins, apart = source_of(decided.source, decided.folder), world.world_size // layout.pipeline
-    away = elsewhere(auto_class(recipe.objective), begins.config, split, world.rank // apart) if split else ()
+    away: Sequence[str] = ()
+    if split:
+        trusted = recipe.model.trust_remote_code
+        away = elsewhere(recipe.objective, begins.config, split, world.rank // apart, trusted)
     base = begins.load(types, decided.attention, away)
     take_tokens(base, decided.tokenizer)  # Trainers would do so later, and leave what cannot be saved.
     dropout.install()

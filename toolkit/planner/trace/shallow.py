@@ -22,6 +22,7 @@ from toolkit.models.embedding import drop_pooler
 from toolkit.models.expert_parallel import divide_experts
 from toolkit.models.heads import from_config, pin
 from toolkit.models.reach import reach_of
+from toolkit.models.reading import refuse_code_elsewhere
 from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.even_routing import EvenExchange
@@ -62,6 +63,7 @@ class Shallow:
 def load_config(setting: Setting) -> Any:
     """The configuration object of the whole model."""
     if setting.path and setting.trust_remote_code:
+        refuse_code_elsewhere(AutoConfig, setting.path, setting.revision)
         own = AutoConfig.from_pretrained(setting.path, revision=setting.revision, trust_remote_code=True)
         pin(own, setting.revision, setting.objective)
         return own
