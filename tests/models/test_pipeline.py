@@ -86,6 +86,16 @@ def test_stages_go_around_or_return() -> None:
     assert Split((3, 2, 4), 3).between(2) == (5, 9)
 
 
+def test_a_model_with_code_of_its_own_is_divided(tmp_path: Path) -> None:
+    """Without being asked on the terminal whether that code may run, which the recipe has said."""
+    (tmp_path / "own.py").write_text(
+        "from transformers import LlamaForCausalLM\nclass Own(LlamaForCausalLM):\n    pass\n"
+    )
+    config_of("llama", auto_map={"AutoModelForCausalLM": "own.Own"}).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    assert "model.layers.3" in elsewhere("sft", config, Split((2, 2), 2), 0, True)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_process_does_not_keep_what_others_have(tied: bool) -> None:
     config = config_of("llama", tie_word_embeddings=tied)
