@@ -15,7 +15,7 @@ from ranks import Ranks
 from small import populate
 
 from toolkit.cli import start
-from toolkit.distributed import rendezvous
+from toolkit.distributed import previous_attempt
 
 LAUNCHERS = {"ours": "toolkit.cli.start", "accelerate": "accelerate_launch"}
 NOISE = ("Traceback", "CalledProcessError", "ChildFailedError", "torch/distributed", "closing signal")
@@ -92,7 +92,7 @@ def test_a_machine_that_starts_again_does_so_once_the_first_has_ended(
     """A second process of its number would end the training there as a mistake of the user, which none starts again."""
     came: list[str] = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda options: came.append("started"))
-    monkeypatch.setattr(rendezvous, "await_end", lambda *where: came.append(f"{where[:3]}"))
+    monkeypatch.setattr(previous_attempt, "await_end", lambda *where: came.append(f"{where[:3]}"))
     options = "--multi_gpu --num_processes 8 --num_machines 2 --main_process_ip node-a --main_process_port 1234"
     for rank, restarts in ((0, "1"), (1, "0"), (1, "1")):
         monkeypatch.setenv("TOOLKIT_RESTARTS", restarts)

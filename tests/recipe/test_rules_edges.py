@@ -508,7 +508,7 @@ def test_every_rule_points_at_a_key_or_a_section() -> None:
 
 
 def test_only_what_can_be_trained_is_warned_of() -> None:
-    switched_off = {"micro-batch-tokens", "eval-max-samples", "evaluation-at-start", "max-new-tokens"}
+    switched_off = {"micro-batch-tokens", "eval-max-samples", "eval-seed", "evaluation-at-start", "max-new-tokens"}
     switched_off |= {"streaming-num-proc", "save-total-limit", "staging", "seq2seq-template", "parallel-schedule"}
     switched_off |= {
         "seq2seq-template-kwargs",
