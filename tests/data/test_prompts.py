@@ -41,6 +41,8 @@ def converted(row: dict[str, Any], template: bool = True, system: str | None = N
         ({"question": "2 + 2", "answer": "It is 4.\n#### 4"}, "It is 4.\n#### 4"),
         ({"problem": "2 + 2", "solution": "4"}, "4"),
         ({"prompt": [USER], "ground_truth": 4}, "4"),
+        ({"prompt": [USER], "reward_model": {"ground_truth": "4", "style": "rule"}}, "4"),
+        ({"prompt": "2 + 2", "answer": "4", "reward_model": {"ground_truth": "5"}}, "4"),
         ({"messages": [USER, ASSISTANT]}, "4"),
         ({"prompt": "2 + 2"}, ""),
         ({"prompt": [USER], "completion": [ASSISTANT]}, "4"),

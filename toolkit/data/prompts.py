@@ -25,6 +25,8 @@ _PARTS = ("input", "context", "choices", "options", "documents", "passage", "par
 """Columns that hold a part of what is asked."""
 REFERENCES = (ANSWER, "solution", "ground_truth", "reference_answer", "expected_answer", "final_answer", "completion")
 """Columns that hold the reference."""
+_NESTED_REFERENCE = "reward_model.ground_truth"
+"""Where rows in the form of verl, such as DAPO's, hold it."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,9 @@ def recognise_prompts(
             str(changes[0]),
         )
     reference = columns.get(ANSWER) or _one_of([name for name in REFERENCES if name != asked], ANSWER, present, path)
+    holds_nested = _NESTED_REFERENCE.partition(".")[0] in present
+    if reference is None and holds_nested and any(value_at(row, _NESTED_REFERENCE) not in EMPTY for row in rows):
+        reference = _NESTED_REFERENCE
     return PromptFormat(asked, reference, has_chat_template, system, ignored, frozenset(present))
 
 
