@@ -89,6 +89,8 @@ def _populate() -> None:
         *((name, {"model_type": "llama"}) for name in ("existing", "both", "rounded", "complex")),
         ("stored4", {"model_type": "llama", "quantization_config": BNB | {"bnb_4bit_quant_type": "nf4"}}),
         ("stored8", {"model_type": "llama", "quantization_config": BNB | {"load_in_8bit": True}}),
+        ("stored_mxfp4", {"model_type": "llama", "quantization_config": {"quant_method": "mxfp4"}}),
+        ("stored_gptq", {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}),
         ("larger", {"model_type": "llama", "vocab_size": 49_152}),
         ("resized", {"model_type": "llama", "vocab_size": 49_153}),
         ("renamed", {"model_type": "llama", "vocab_size": 49_153}),

@@ -49,6 +49,7 @@ from toolkit.models.heads import (
     pin,
     with_labels,
 )
+from toolkit.models.low_bit_files import check_not_stored_again, finish_restoring, form_of, restore_on_reading, restored
 from toolkit.models.reading import read
 from toolkit.models.sentence_files import POOLING, pooling_of
 from toolkit.models.tokenizer_limits import check_growth
@@ -94,6 +95,7 @@ class ModelSource:
             at = f" at commit {recipe.model.revision}" if recipe.model.revision else ""
             _log.info("model.trust_remote_code: runs the Python code of %s%s", recipe.model.path, at)
         config, auto = read(AutoConfig, recipe, location), auto_class(recipe.objective)
+        restore_on_reading(config)
         if recipe.model.trust_remote_code:
             pin(config, recipe.model.revision, recipe.objective)
         if type(config) not in auto._model_mapping and auto.__name__ not in getattr(config, "auto_map", {}):
@@ -219,6 +221,7 @@ class ModelSource:
             # Otherwise the weights keep a quantizer that refuses to train and to save.
             arguments["quantization_config"] = GgufConfig(dequantize=True)
         elif quantization:
+            check_not_stored_again(self.recipe, self.config)
             arguments["quantization_config"] = quantization
             arguments["dtype"] = getattr(torch, dtypes.compute)
         if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
@@ -233,6 +236,8 @@ class ModelSource:
         with _not_dispatched() if elsewhere else contextlib.nullcontext():
             model = _with_all_weights(self.recipe, arguments, self.stored)
         keep_unpacked(model)
+        if form_of(self.config):
+            finish_restoring(model, arguments["dtype"])
         if getattr(model.config, "rescale_every", 0):
             # RWKV would divide its weights whenever it is evaluated, also in checkpoints, but not its adapters.
             model.config.rescale_every = 0
@@ -267,12 +272,15 @@ class ModelSource:
         dtype = getattr(torch, dtypes.compute if quantization else dtypes.load)
         arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "config": self.config}
         location = self.location
-        if "gguf_file" in location:
+        if "gguf_file" in location or form_of(self.config):
             # Of which Transformers reads all or nothing: it is held whole once, and written as what is read in parts.
-            arguments["quantization_config"] = GgufConfig(dequantize=True)
+            gguf = {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in location else {}
+            whole = _with_all_weights(self.recipe, {**location, **arguments, **gguf})
+            if not gguf:
+                finish_restoring(whole, dtype)
+            whole.save_pretrained(folder / "whole")
             location = {"pretrained_model_name_or_path": str(folder / "whole")}
-            _with_all_weights(self.recipe, {**self.location, **arguments}).save_pretrained(folder / "whole")
-            del arguments["quantization_config"]
+            arguments["config"] = restored(self.config)
         arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder), **_only_safetensors(location)}
         model = _with_all_weights(self.recipe, {**location, **arguments})
         maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())

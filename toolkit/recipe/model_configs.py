@@ -30,6 +30,8 @@ BUILTIN_MODELS = {"builtin:smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-I
 """Names of built-in weights to the hub id they come from."""
 
 _BUNDLE = Path(__file__).resolve().parent / "bundled"
+RESTORED_FORMS = ("compressed-tensors", "fp8", "mxfp4", "mxfp8")
+"""Forms in few bits, by the `quant_method` of their configs, that Transformers restores as it reads them."""
 _ENCODERS = {
     **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"), "is_decoder"),
     **dict.fromkeys(("ernie", "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm"), "is_decoder"),
@@ -321,6 +323,16 @@ def _tokens(file: Path, modified: int) -> tuple[dict[str, int], dict[str, int]]:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}, {}  # What is wrong with it is said when it is loaded.
+
+
+def stored_form(config: Mapping[str, Any]) -> str:
+    """What a model's files hold in fewer bits than 16, by the name of its `quant_method`; empty if they do not."""
+    stored = config.get("quantization_config")
+    if not isinstance(stored, Mapping):
+        return ""
+    if stored.get("load_in_4bit") or stored.get("load_in_8bit"):
+        return "bitsandbytes"
+    return str(stored.get("quant_method", "an unknown form"))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

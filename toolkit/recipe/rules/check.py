@@ -183,6 +183,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         else "",
         "tokens_without_embedding": f"the model has no embedding for {len(lost)}, such as {lost[0]!r}" if lost else "",
         "fused_experts": model_configs.fused_experts(config),
+        "stored_form": model_configs.stored_form(config),
         "whole_numbers": whole_numbers(model_configs.local_files(recipe.model), config),
         "run_steps": _so_many(recipe.schedule.max_steps or 0, "step"),
         "run_epochs": _so_many(recipe.schedule.num_epochs or 1, "epoch"),

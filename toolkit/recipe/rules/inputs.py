@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Rule
+from toolkit.recipe.model_configs import RESTORED_FORMS
 from toolkit.recipe.module_names import whole_numbers
 from toolkit.recipe.schema import CHAT_TEMPLATES, VARLEN_ATTENTION, Model, Recipe
 
@@ -50,11 +51,10 @@ def _is_stored_as(form: str) -> Callable[[Recipe, Mapping[str, Any]], bool]:
     """Whether bitsandbytes has stored a model in this form, and a recipe asks for another."""
 
     def broken(recipe: Recipe, config: Mapping[str, Any]) -> bool:
-        stored = config.get("quantization_config")
-        if recipe.method.quantization == form or not isinstance(stored, Mapping):
+        if recipe.method.quantization == form or model_configs.stored_form(config) != "bitsandbytes":
             return False
-        found = "int8" if stored.get("load_in_8bit") else stored.get("bnb_4bit_quant_type")
-        return stored.get("quant_method") == "bitsandbytes" and found == form
+        stored = config["quantization_config"]
+        return bool(form == ("int8" if stored.get("load_in_8bit") else stored.get("bnb_4bit_quant_type")))
 
     return broken
 
@@ -108,6 +108,19 @@ INPUT_RULES = {
         )
         for form, option in (("nf4", "qlora"), ("int8", "lora_int8"))
     },
+    "model-stored-again": Rule(
+        "method.quantization",
+        lambda r, c: r.method.quantization != "none" and model_configs.stored_form(c) in RESTORED_FORMS,
+        "the model is stored in {stored_form}, which is restored to 16 bits, and is not stored in others at once",
+        "set method.quantization=none, or model.path to the model in 16 bits",
+    ),
+    "model-stored-frozen": Rule(
+        "model.path",
+        lambda r, c: model_configs.stored_form(c) not in ("", "bitsandbytes", *RESTORED_FORMS),
+        "the model is stored in {stored_form}, through which nothing is trained here",
+        "set model.path to the model in 16 bits, which method.quantization can store in fewer; of forms in fewer bits, "
+        f"bitsandbytes, {', '.join(RESTORED_FORMS)} can be read",
+    ),
     "tokenizer-no-folder": Rule(
         "model.tokenizer",
         lambda r, _: no_folder(r.model.tokenizer),
