@@ -118,7 +118,7 @@ def test_the_audit_says_how_labels_are_spread(tmp_path: Path) -> None:
     assert "1 held-out labels are of classes that no training row has: 'ugly'; they are left out" in " ".join(
         text.split()
     )
-    assert "2 of 24 rows have no label and are left out" in " ".join(text.split())
+    assert "2 of 24 rows have no text or no label and are left out" in " ".join(text.split())
     assert found.eval is not None and len(found.eval) == 1
     assert "stop token" not in text
 

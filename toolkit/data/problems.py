@@ -24,7 +24,7 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
     untrained = audit.untrained_rows
     seen = train.rows + untrained
     action = train.over_long.action
-    learnt = "label" if train.classes else "text of its own" if train.texts else "trained token"
+    learnt = "text or no label" if train.classes else "text of its own" if train.texts else "trained token"
     check_settings = "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`"
     if not train.rows:
         if untrained and not train.untrained_rows:
