@@ -118,7 +118,7 @@ def test_the_audit_says_how_labels_are_spread(tmp_path: Path) -> None:
     assert "1 held-out labels are of classes that no training row has: 'ugly'; they are left out" in " ".join(
         text.split()
     )
-    assert "2 of 24 rows have no label and are left out" in " ".join(text.split())
+    assert "2 of 24 rows have no text or no label and are left out" in " ".join(text.split())
     assert found.eval is not None and len(found.eval) == 1
     assert "stop token" not in text
 
@@ -190,6 +190,18 @@ def test_one_class_in_several_spellings_is_one_or_is_warned_of(tmp_path: Path) -
         (secret, "write -1 where"),
     ):
         assert any(said in problem.what for problem in prepared(tmp_path, rows).audit.problems)
+
+
+def test_numbers_on_a_scale_in_a_csv_are_warned_of(tmp_path: Path) -> None:
+    """In JSON they are refused, as no text could be meant."""
+    for values, said in (
+        (["0", "0.5", "1.0", "-1.5"], "the classes '-1.5', '0.5' are numbers with decimals"),
+        (["3", "3.5", "none"], "the classes '3' are numbers where others are names"),
+    ):
+        rows = "".join(f"row {n},{values[n % len(values)]}\n" for n in range(12))
+        (tmp_path / "scores.csv").write_text(f"text,label\n{rows}")
+        problems = [problem.what for problem in prepared(tmp_path, tmp_path / "scores.csv").audit.problems]
+        assert [what.startswith(said) for what in problems if "are numbers" in what] == [True]
 
 
 @pytest.mark.parametrize("label", ["[0, 3]", "['a', 'b']", [0]])

@@ -146,3 +146,5 @@ def test_the_audit_knows_references_that_the_rewards_would_not(
     assert code != 0 and "8 of 8 rows have no reference, and no answer to them can be right" in said
     code, said = audit([*good, {"prompt": "1 + " * 40, "answer": "40"}], capsys)
     assert code != 0 and "leaves 48 tokens to a prompt" in said
+    # A prompt is never cut.
+    assert "or set `data.over_long` to drop" in said and "truncate" not in said

@@ -284,6 +284,14 @@ def test_the_best_model_is_the_one_with_the_highest_f1() -> None:
     assert published.result and published.result["eval_macro_f1"] == best and published.manifest.published
 
 
+def test_the_best_model_by_entities_is_refused_where_tags_name_none(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"tokens": ["it", "rains", f"{n}"], "pos_tags": ["PRON", "VERB", "NUM"]} for n in range(20)]
+    Path("parts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    best = ["evaluation.every_steps=1", "checkpoint.keep_best=eval_entity_f1", "output.name=parts"]
+    assert main(["recipe=small", *WORDS, "data.sources=[parts.jsonl]", *best]) != 0
+    assert "the classes are NUM, PRON, VERB" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_model_without_a_vocabulary_says_nothing() -> None:
     run = Path("runs/mute")
     trained(run.name)

@@ -14,13 +14,15 @@ import pytest
 import torch
 from harness import losses, metrics, write_recipe
 from small import set_up
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokenizer
 
 from toolkit.cli.main import main as toolkit
 from toolkit.data.batches import FixedOrder
+from toolkit.data.rewards import Scorer
+from toolkit.recipe.rules import load_checked
 from toolkit.train.main import main
 from toolkit.train.policy import FILE
-from toolkit.train.rollouts import Drawn, uniform
+from toolkit.train.rollouts import Asker, Drawn, uniform
 
 RECIPE = """
 description: A small training on rewards
@@ -243,6 +245,18 @@ def test_a_run_learns_and_says_how(objective: str) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     assert len(manifest["hashes"]["rewards.file"]) == 64
     assert manifest["plan"]["work"]["generation_seconds"] > 0
+
+
+def test_rewards_see_tags_that_are_special_tokens_of_the_model() -> None:
+    rewards = ["rewards.format.tags=[answer]", "rewards.numeric.tag=answer", "rewards.regex.pattern='\\[OK\\]'"]
+    without = ["~rewards.file", "~rewards.trust_python", "~rewards.length"]
+    recipe = load_checked("small", [*without, *rewards]).recipe
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<answer>", "</answer>", "[OK]", "<other>"], special_tokens=True)
+    asker = Asker(recipe, tokenizer, frozenset({tokenizer.eos_token_id}), None, Scorer(recipe.rewards))
+    ids = tokenizer("<answer>[OK]<other> 42</answer><|im_end|>", add_special_tokens=False)["input_ids"]
+    assert asker.text(ids) == "<answer>[OK] 42</answer>"
+    assert asker.scores([], [ids, ids[2:]], "a row", {"answer": "42"}).tolist() == [[1, 1, 1], [0, 0, 0.25]]
 
 
 def test_the_reference_is_the_base_without_its_adapters() -> None:

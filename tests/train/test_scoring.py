@@ -73,6 +73,14 @@ def test_rouge_l_is_that_of_its_authors_package() -> None:
     assert rouge_l("Der Bär", "der BÄR!") == 1, "letters are not only those of English"
 
 
+def test_words_keep_their_vowel_signs_and_accents() -> None:
+    """Hindi's "his" and "her" differ in the sign alone, and German's umlauts may be written as two characters."""
+    assert rouge_l("उसका", "उसकी") == 0 and rouge_l("उसकी किताब", "उसकी किताब।") == 1
+    assert rouge_l("स्कूल", "स कूल") == 0
+    assert rouge_l("fu\u0308r", "für") == 1 and rouge_l("fu\u0308r", "f r") == 0
+    assert rouge_l("\u2764\ufe0f ja", "ja") == 1, "a picture is no word"
+
+
 @pytest.mark.parametrize(("name", "corpus"), [("bleu", sacrebleu.corpus_bleu), ("chrf", sacrebleu.corpus_chrf)])
 def test_scores_of_a_corpus_are_sacrebleus(name: str, corpus: Callable[..., sacrebleu.BLEU]) -> None:
     before, after, references = (sentences(40, seed) for seed in (1, 2, 3))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import faults
@@ -16,8 +18,11 @@ from matrix import ENGINES, METHODS
 from ranks import ON_CPU, Ranks
 from safetensors.torch import load_file
 from small import populate
+from transformers import TrainerControl, TrainerState
 
+from toolkit.recipe import Recipe
 from toolkit.report.load import read_run
+from toolkit.train.selection import EarlyStopping
 
 # Held-out loss falls for some steps and rises then, for the learning rate is far too high.
 RECIPE = """
@@ -140,6 +145,20 @@ def test_training_stops_when_nothing_improves_any_more(ranks: Ranks, home: Path)
     # From step 1 to 2 the loss falls by 0.23.
     demanding = run(ranks, home, "demanding", PATIENCE, "schedule.early_stopping_min_delta=0.5", BEST)
     assert len(losses(demanding)) == 3 and published(demanding)["step"] == 2
+
+
+@pytest.mark.parametrize(("values", "stops"), [([2, nan, nan], 3), ([nan, nan], 2), ([nan, 2, nan, 1, 1], None)])
+def test_an_evaluation_without_a_number_is_none_that_improved(values: list[float], stops: int | None) -> None:
+    patient = {"schedule": {"early_stopping_patience": 2}, "model": {"path": "a/b"}, "data": {"sources": ["c"]}}
+    session: Any = SimpleNamespace(recipe=Recipe.model_validate(patient), progress=SimpleNamespace(message=print))
+    stopping = EarlyStopping(session)
+    state, control, stopped = TrainerState(max_steps=9), TrainerControl(), None
+    for step, value in enumerate(values, start=1):
+        state.global_step = step
+        state.log_history.append({"step": step, "eval_loss": value})
+        stopping.on_log(None, state, control, state.log_history[-1])
+        stopped = stopped or (step if control.should_training_stop else None)
+    assert stopped == stops
 
 
 def check_mean(ranks: Ranks, home: Path, engine: str, method: str) -> None:

@@ -228,7 +228,7 @@ def in_sentences(audit: Audit) -> list[str]:
     if train.texts and train.rows:
         texts += train.texts.in_sentences(train.rows)
     texts.append(_cut(audit))
-    learnt = "label" if train.classes else "text of its own" if train.texts else "trained token"
+    learnt = "text or no label" if train.classes else "text of its own" if train.texts else "trained token"
     empty = f"{audit.untrained_rows:,} rows have no {learnt} and are left out."
     if audit.untrained_rows or not train.prompts:
         whole = f"Every row has a {'label' if train.classes else 'token to train'}."

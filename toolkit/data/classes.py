@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ _MOST = 0.5
 """The share of rows with labels of their own from which on labels are no names of classes."""
 _FEW = 20
 """Rows up to which nobody can tell."""
+_DECIMAL = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?")
+"""A number that is not whole, as a CSV has it."""
 
 
 class Classes(BaseModel):
@@ -107,7 +110,11 @@ def _doubtful(names: Iterable[str]) -> Iterator[tuple[list[str], str, str]]:
                 "spell it alike",
             )
     numbers = [name for name in alike if name.lstrip("-").isdigit()]
-    if numbers and len(numbers) < len(alike):
+    with_decimals = [name for name in alike if _DECIMAL.fullmatch(name)]
+    if with_decimals and len(numbers) + len(with_decimals) == len(alike):
+        why = "are numbers with decimals, as texts, and are learnt as names of which none is nearer to another"
+        yield with_decimals[:5], why, "write classes as names or whole numbers; no objective learns numbers yet"
+    elif numbers and len(numbers) < len(alike):
         why = "are numbers where others are names, and are learnt as different ones"
         yield numbers[:5], why, "write all as names, if some sources name their classes and others number them"
     if {"-1", "0"} <= alike.keys():

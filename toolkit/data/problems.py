@@ -24,7 +24,7 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
     untrained = audit.untrained_rows
     seen = train.rows + untrained
     action = train.over_long.action
-    learnt = "label" if train.classes else "text of its own" if train.texts else "trained token"
+    learnt = "text or no label" if train.classes else "text of its own" if train.texts else "trained token"
     check_settings = "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`"
     if not train.rows:
         if untrained and not train.untrained_rows:
@@ -196,13 +196,14 @@ def _over_long(name: str, side: Side, kinds: list[str]) -> Iterator[Problem]:
             f"{side.over_long.rows:,} of {side.seen_rows:,} {name} prompts are longer, the longest with "
             f"{lengths['max']:,} tokens ({side.longest})"
         )
+        change = f"raise `batch.seq_len` (99% of the prompts have at most {lengths['p99']:,} tokens without an answer)"
     if effect := {"drop": "they are left out", "truncate": "their ends are cut off"}.get(action):
         yield Problem("warning", f"{what}; {effect}", f"{change} to keep them whole")
     elif action == "split":
         what += ", and `data.over_long: split` is for text, not for chats or completions"
         yield Problem("fatal", what, f"{change}, or set `data.over_long` to drop or truncate")
     else:
-        ways = "drop or truncate"
+        ways = "drop" if side.prompts else "drop or truncate"
         if kinds == ["Text"]:
             ways = "drop, truncate or, with `objective: language_modelling`, split"
         yield Problem("fatal", what, f"{change}, or set `data.over_long` to {ways}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 _MARKS = (
@@ -20,14 +20,24 @@ _ANSWER = "<|channel|>final<|message|>"
 _MARK = re.compile("|".join(re.escape(mark) for pair in _MARKS for mark in pair) + "|" + re.escape(_ANSWER))
 
 
-def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of an answer without special tokens, but for those that tell its thoughts from what it says."""
+def text_of(tokenizer: Any, ids: Sequence[int], kept: Collection[str] = ()) -> str:
+    """The text of an answer without special tokens, but for those that tell its thoughts from what it says.
+
+    Args:
+        kept: Other special tokens that belong to the text.
+    """
+    mark = re.compile("|".join([_MARK.pattern, *map(re.escape, kept)]))
     plain, whole = (str(tokenizer.decode(ids, skip_special_tokens=skip)) for skip in (True, False))
-    if (marks := _MARK.findall(whole)) == _MARK.findall(plain):
+    if (marks := mark.findall(whole)) == mark.findall(plain):
         return plain
-    special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    others = [re.sub("|".join(special), "", part) for part in _MARK.split(whole)]
+    special = [re.escape(each) for each in special_tokens(tokenizer)]
+    others = [re.sub("|".join(special), "", part) for part in mark.split(whole)]
     return "".join(part for pair in zip(others, [*marks, ""], strict=True) for part in pair)
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Those that are left out of texts, unless they are asked for."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def spoken(answer: str) -> str:

@@ -162,6 +162,14 @@ class Rewards(Section):
         named = ((name, getattr(self, name)) for name in type(self).model_fields)
         return {name: part for name, part in named if isinstance(part, Reward)}
 
+    def names(self, token: str) -> bool:
+        """Whether a built-in reward looks for a token in answers: as one of its tags, or in its pattern."""
+        parts = self.parts().values()
+        tags = {tag for part in parts for tag in (*getattr(part, "tags", ()), getattr(part, "tag", None)) if tag}
+        patterns = [part.pattern for part in parts if isinstance(part, RegexMatch)]
+        in_pattern = any(form in pattern for pattern in patterns for form in (token, re.escape(token)))
+        return in_pattern or token in {mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")}
+
     def weights(self) -> dict[str, float]:
         """Name to weight of all rewards."""
         own = {self.function: self.function_weight} if self.file else {}

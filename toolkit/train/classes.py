@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.common import UserError
+from toolkit.recipe import Recipe
+
 _OUTSIDE = "O"
 _PREFIXES = ("B-", "I-")
 
@@ -42,6 +45,20 @@ def entity_types(names: Sequence[str]) -> list[str]:
     if not tags or not all(name.startswith(_PREFIXES) for name in tags):
         return []
     return sorted({name[2:] for name in tags})
+
+
+def require_entities(recipe: Recipe, names: Sequence[str]) -> None:
+    """Refuses to look for the model that finds entities best where classes tag none, as no evaluation would say it.
+
+    Raises:
+        UserError: They do not.
+    """
+    if recipe.checkpoint.keep_best == "eval_entity_f1" and not entity_types(names):
+        raise UserError(
+            "checkpoint.keep_best: eval_entity_f1 is measured of tags B-…, I-… and O, and the classes are "
+            f"{', '.join(names[:10])}{' …' * (len(names) > 10)}",
+            "set checkpoint.keep_best=eval_macro_f1, or write the tags so",
+        )
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:

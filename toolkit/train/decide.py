@@ -32,6 +32,7 @@ from toolkit.recipe import Loaded
 from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress
 from toolkit.train import agreed
+from toolkit.train.classes import require_entities
 from toolkit.train.objectives import head_of, trainer_class
 from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.run_folder import RunFolder
@@ -78,6 +79,7 @@ def decide(
     server, about_server = connect(rendezvous, recipe, tokenizer, folder.path) if recipe.rollout.server else (None, {})
     common_tokens = check_vocabulary(source, tokenizer, teacher) if teacher else 0
     prepared = _prepare(source, tokenizer, stops, folder if first else None, progress)
+    require_entities(recipe, prepared.classes)
     source = source.labelled(prepared.classes, tokenizer)
     start_up.ended("data")
 

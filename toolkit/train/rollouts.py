@@ -8,6 +8,7 @@ token at which the cumulated probability passes it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 from toolkit.data.rewards import Answer, Scorer
-from toolkit.data.thoughts import text_of
+from toolkit.data.thoughts import special_tokens, text_of
 from toolkit.files import write_atomically
 from toolkit.recipe import Recipe
 from toolkit.train.evaluate import evaluating, generate
@@ -202,9 +203,14 @@ class Asker:
         """Whether an answer was ended by its limit."""
         return answer[-1] not in self.stops
 
+    @functools.cached_property
+    def _kept(self) -> frozenset[str]:
+        """Special tokens that a reward looks for: a model may have its tags as tokens."""
+        return frozenset(filter(self.recipe.rewards.names, special_tokens(self.tokenizer)))
+
     def text(self, ids: list[int]) -> str:
-        """As a user reads it."""
-        return text_of(self.tokenizer, ids)
+        """As a user reads it, with the special tokens that a reward looks for."""
+        return text_of(self.tokenizer, ids, self._kept)
 
     def scores(self, asked: list[int], answers: list[list[int]], place: str, columns: dict[str, Any]) -> Numbers:
         """(answers, rewards) scores of answers to one prompt.

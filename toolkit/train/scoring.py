@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +49,7 @@ class Metric:
 def rouge_l(answer: str, reference: str) -> float:
     """F1 of the longest common subsequence of words: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries"
     (2004), equations 2 to 4 with beta = 1, of one reference. Words are runs of letters and digits in any case."""
-    one, other = (re.findall(r"[^\W_]+", text.lower()) for text in (answer, reference))
+    one, other = map(_words, (answer, reference))
     if not one or not other:
         return float(one == other)
     longest = [0] * (len(other) + 1)
@@ -61,6 +61,16 @@ def rouge_l(answer: str, reference: str) -> float:
                 diagonal + 1 if word == wanted else max(longest[at], longest[at - 1]),
             )
     return 2 * longest[-1] / (len(one) + len(other))
+
+
+def _words(text: str) -> list[str]:
+    """Runs of letters and digits. Vowel signs and accents belong to the letter before them: without them Hindi, Bengali
+    or Tamil would fall into single consonants."""
+    kept = " "
+    for each in text.lower():
+        sign = unicodedata.category(each).startswith("M") and not kept.endswith(" ")
+        kept += each if sign or each.isalnum() else " "
+    return unicodedata.normalize("NFC", kept).split()
 
 
 def _each(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[str]], Figures]:

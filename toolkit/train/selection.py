@@ -56,10 +56,10 @@ def metrics_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def evaluations_by(state: Any, metric: str) -> dict[int, float]:
-    """The metric of each evaluation in training, by step, so that more is better."""
+    """The metric of each evaluation in training, by step, so that more is better; what is no number is the worst."""
     sign = -1.0 if metric == "eval_loss" else 1.0
     rows = (row for row in state.log_history if row["step"] > 0 and metric in row)
-    return {row["step"]: sign * row[metric] for row in rows if not math.isnan(row[metric])}
+    return {row["step"]: -math.inf if math.isnan(row[metric]) else sign * row[metric] for row in rows}
 
 
 class EarlyStopping(TrainerCallback):
