@@ -367,9 +367,9 @@ page.
   as one tensor, which stay in 16 bits under `int8`. Routers stay in 16 bits, and so do layers whose weights the
   model's code or a kernel reads. A run refuses less than nine tenths.
   A model that bitsandbytes has already stored so stays as it is, and takes `method=qlora` (nf4) or `lora_int8`.
-- A model that is published in fp8 (`fp8`, `mxfp8`), as gpt-oss is (`mxfp4`) or by compressed-tensors is restored as it
-  is read, then trained, planned and saved in the recipe's precision; it is not stored in other few bits at once. Other
-  forms, such as those of GPTQ and AWQ, are refused.
+- A model that is published in fp8 (`fp8`, `mxfp8`), as gpt-oss is (`mxfp4`) or by compressed-tensors is restored weight
+  by weight as it is read. It is trained, planned and saved as one in full, and `method.quantization` stores it as it
+  would that. Other forms, such as those of GPTQ and AWQ, are refused.
 - Image and audio towers, and whatever else no text reaches, are not trained by any method and get no adapters.
 - **compiles**: *yes*: `compile: auto` may compile the layers, because layers that are alike are one graph without a
   break for every length of rows, with equal losses and gradients. Otherwise it leaves them as they are, and

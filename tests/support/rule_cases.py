@@ -53,8 +53,6 @@ CASES = [
     ("model-whole-numbers", ["model.path=complex"], ["model.path=existing"]),
     ("model-stored-nf4", ["model.path=stored4", LORA], ["method.quantization=nf4"]),
     ("model-stored-int8", ["model.path=stored8", LORA], ["method.quantization=int8"]),
-    ("model-stored-again", ["model.path=stored_mxfp4", LORA, "method.quantization=nf4"], ["method.quantization=none"]),
-    ("model-stored-again", ["model.path=stored_mxfp4", LORA, "method.quantization=int8"], ["model.path=existing"]),
     ("model-stored-frozen", ["model.path=stored_gptq", LORA], ["model.path=existing"]),
     ("model-stored-frozen", ["model.path=stored_gptq"], ["model.path=stored_mxfp4"]),
     ("model-other-file", ["model.path=recipes/mine.yaml"], ["model.path=a/b"]),

@@ -49,7 +49,7 @@ from toolkit.models.heads import (
     pin,
     with_labels,
 )
-from toolkit.models.low_bit_files import check_not_stored_again, finish_restoring, form_of, restore_on_reading, restored
+from toolkit.models.low_bit_files import finish_restoring, restoring, take_form
 from toolkit.models.reading import read
 from toolkit.models.sentence_files import POOLING, pooling_of
 from toolkit.models.tokenizer_limits import check_growth
@@ -70,12 +70,14 @@ class ModelSource:
         location: Arguments of `from_pretrained` that say where the model is: path, revision, GGUF file, remote code.
         config: The model's configuration. Shared: whoever changes one works on a copy.
         stored: The one in its files, where `config` has other labels.
+        low_bits: The few bits in which its files are and from which it is restored, see `low_bit_files.take_form`.
     """
 
     recipe: Recipe
     location: Mapping[str, Any]
     config: Any
     stored: Any = None
+    low_bits: Mapping[str, Any] | None = None
 
     @classmethod
     def open(cls, recipe: Recipe) -> ModelSource:
@@ -95,7 +97,6 @@ class ModelSource:
             at = f" at commit {recipe.model.revision}" if recipe.model.revision else ""
             _log.info("model.trust_remote_code: runs the Python code of %s%s", recipe.model.path, at)
         config, auto = read(AutoConfig, recipe, location), auto_class(recipe.objective)
-        restore_on_reading(config)
         if recipe.model.trust_remote_code:
             pin(config, recipe.model.revision, recipe.objective)
         if type(config) not in auto._model_mapping and auto.__name__ not in getattr(config, "auto_map", {}):
@@ -110,7 +111,7 @@ class ModelSource:
                 "names no default_language",
                 f"set default_language there to one of: {', '.join(config.languages)}",
             )
-        return cls(recipe, location, config)
+        return cls(recipe, location, config, low_bits=take_form(config))
 
     def labelled(self, labels: Sequence[str], tokenizer: Any) -> ModelSource:
         """The same with a head that has an output for each label; unchanged where the head scores the vocabulary, and
@@ -221,7 +222,6 @@ class ModelSource:
             # Otherwise the weights keep a quantizer that refuses to train and to save.
             arguments["quantization_config"] = GgufConfig(dequantize=True)
         elif quantization:
-            check_not_stored_again(self.recipe, self.config)
             arguments["quantization_config"] = quantization
             arguments["dtype"] = getattr(torch, dtypes.compute)
         if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
@@ -234,16 +234,22 @@ class ModelSource:
         if elsewhere:
             arguments["device_map"] = {"": "cpu", **arguments.get("device_map", {}), **dict.fromkeys(elsewhere, "meta")}
         with _not_dispatched() if elsewhere else contextlib.nullcontext():
-            model = _with_all_weights(self.recipe, arguments, self.stored)
+            model = self._read(arguments, self.stored)
         keep_unpacked(model)
-        if form_of(self.config):
-            finish_restoring(model, arguments["dtype"])
         if getattr(model.config, "rescale_every", 0):
             # RWKV would divide its weights whenever it is evaluated, also in checkpoints, but not its adapters.
             model.config.rescale_every = 0
         if self.vocab_size != self._saved_vocab_size:
             # New rows are drawn around the mean of the others, by the seed.
             model.resize_token_embeddings(self.vocab_size)
+        return model
+
+    def _read(self, arguments: dict[str, Any], stored: Any = None) -> PreTrainedModel:
+        """The weights in the type that the arguments name, restored where the files hold few bits."""
+        with restoring(self.low_bits):
+            model = _with_all_weights(self.recipe, arguments, stored)
+        if self.low_bits:
+            finish_restoring(model, arguments["dtype"])
         return model
 
     def _read_in(self, dtypes: Dtypes) -> str:
@@ -272,15 +278,11 @@ class ModelSource:
         dtype = getattr(torch, dtypes.compute if quantization else dtypes.load)
         arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "config": self.config}
         location = self.location
-        if "gguf_file" in location or form_of(self.config):
+        if "gguf_file" in location or self.low_bits:
             # Of which Transformers reads all or nothing: it is held whole once, and written as what is read in parts.
             gguf = {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in location else {}
-            whole = _with_all_weights(self.recipe, {**location, **arguments, **gguf})
-            if not gguf:
-                finish_restoring(whole, dtype)
-            whole.save_pretrained(folder / "whole")
+            self._read({**location, **arguments, **gguf}).save_pretrained(folder / "whole")
             location = {"pretrained_model_name_or_path": str(folder / "whole")}
-            arguments["config"] = restored(self.config)
         arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder), **_only_safetensors(location)}
         model = _with_all_weights(self.recipe, {**location, **arguments})
         maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())

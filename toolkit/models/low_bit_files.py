@@ -1,68 +1,68 @@
-"""Models that are published in few bits, as gpt-oss and those in fp8 are: read in the type that a run asks for.
+"""Models that are published in few bits, as gpt-oss and those in fp8 are: restored weight by weight as they are read.
 
 Left to itself, Transformers keeps the few bits wherever the device has kernels for them, which compute no gradients.
+What is restored can be stored in other few bits at once, as `method.quantization` says.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from transformers import core_model_loading, modeling_utils
+from transformers.quantizers.auto import AutoHfQuantizer
 
-from toolkit.common import UserError
 from toolkit.models.adapters import kept_in_fp32
-from toolkit.recipe import Recipe
-from toolkit.recipe.model_configs import RESTORED_FORMS, stored_form
+from toolkit.recipe.model_configs import RESTORED_FORMS
 
 
-def form_of(config: Any) -> str:
-    """The one of `RESTORED_FORMS` that a model's files are in; else empty.
+def take_form(config: Any) -> Mapping[str, Any] | None:
+    """Takes out of a model's configuration in what few bits its files are; None where they are in full, or are read as
+    they are."""
+    for part in (config, config.get_text_config(decoder=True)):
+        form = getattr(part, "quantization_config", None)
+        if isinstance(form, Mapping) and form.get("quant_method") in RESTORED_FORMS:
+            del part.quantization_config
+            return {**form, "dequantize": True}
+    return None
+
+
+@contextlib.contextmanager
+def restoring(form: Mapping[str, Any] | None) -> Iterator[None]:
+    """In it, Transformers restores what it reads.
 
     Args:
-        config: The model's configuration object.
+        form: See `take_form`.
     """
-    stored = getattr(config, "quantization_config", None)
-    form = stored_form({"quantization_config": stored})
-    return form if form in RESTORED_FORMS else ""
+    if form is None:
+        yield
+        return
+    quantizer = AutoHfQuantizer.from_config(dict(form), pre_quantized=True)
+    quantizer.validate_environment(device_map=None)
+    mapping, read = modeling_utils.get_model_conversion_mapping, core_model_loading.spawn_materialize
 
+    def restored(model: Any, key_mapping: Any = None, stored_as: Any = None) -> Any:
+        return mapping(model, key_mapping, quantizer)
 
-def restore_on_reading(config: Any) -> None:
-    """Has Transformers restore what the files hold, on every device."""
-    if form_of(config):
-        config.quantization_config["dequantize"] = True
+    def as_it_lies(pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **cut: Any) -> Any:
+        """Codes and their scales mean something in their own types only."""
+        return read(pool, tensor, device, None, **cut)
 
-
-def restored(config: Any) -> Any:
-    """The configuration of the model once it is restored."""
-    config = copy.deepcopy(config)
-    if form_of(config):
-        del config.quantization_config
-    return config
-
-
-def check_not_stored_again(recipe: Recipe, config: Any) -> None:
-    """
-    Raises:
-        UserError: If weights that are to be restored are to be stored in other few bits at once.
-    """
-    if form_of(config):
-        raise UserError(
-            f"method.quantization={recipe.method.quantization} needs full weights, {recipe.model.path} has them in "
-            f"{form_of(config)}",
-            "set method.quantization=none, or model.path to the model in 16 bits",
-        )
+    with (
+        patch.object(modeling_utils, "get_model_conversion_mapping", restored),
+        patch.object(core_model_loading, "spawn_materialize", as_it_lies),
+    ):
+        yield
 
 
 def finish_restoring(model: Any, dtype: torch.dtype) -> None:
-    """Makes a model that was restored like one whose files are in full.
-
-    Transformers 5.23 leaves what lay there in full in its own type, and remembers to write the model in few bits again,
-    without a config that says so.
-    """
+    """Makes a model that was restored like one whose files are in full: in one type, and saved so."""
     kept = kept_in_fp32(model, dtype)
     for name, parameter in model.named_parameters():
-        if not kept(name):
+        if parameter.is_floating_point() and not kept(name):
             parameter.data = parameter.data.to(dtype)
-    # Without it, it is saved under the names that its architecture has.
-    del model._weight_conversions
+    # Transformers 5.23 would write few bits again, and no config that says so.
+    model._weight_conversions = None

@@ -108,12 +108,6 @@ INPUT_RULES = {
         )
         for form, option in (("nf4", "qlora"), ("int8", "lora_int8"))
     },
-    "model-stored-again": Rule(
-        "method.quantization",
-        lambda r, c: r.method.quantization != "none" and model_configs.stored_form(c) in RESTORED_FORMS,
-        "the model is stored in {stored_form}, which is restored to 16 bits, and is not stored in others at once",
-        "set method.quantization=none, or model.path to the model in 16 bits",
-    ),
     "model-stored-frozen": Rule(
         "model.path",
         lambda r, c: model_configs.stored_form(c) not in ("", "bitsandbytes", *RESTORED_FORMS),
