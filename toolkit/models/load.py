@@ -170,7 +170,7 @@ class ModelSource:
     def stop_tokens(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
         """Ids that end an answer: the tokenizer's end token and those of the model's generation config."""
         ids = {tokenizer.eos_token_id}
-        file = self._file("generation_config.json")
+        file = self.file("generation_config.json")
         if file:
             where = {"pretrained_model_name_or_path": str(file.parent)}
             stops = read(GenerationConfig, self.recipe, where).eos_token_id
@@ -183,12 +183,12 @@ class ModelSource:
     @functools.cached_property
     def pooling(self) -> str:
         """How outputs of tokens become a text's vector, see `sentence_files.pooling_of`."""
-        return pooling_of(self.recipe, self.config, self._file(POOLING))
+        return pooling_of(self.recipe, self.config, self.file(POOLING))
 
     def weight_files(self) -> list[Path]:
         """The files on disk that the model is loaded from: of a GGUF file, which holds everything, that alone."""
         gguf = self.location.get("gguf_file")
-        opened = self._file(gguf or "config.json")
+        opened = self.file(gguf or "config.json")
         assert opened, "what was opened is there"
         if gguf:
             return [opened]
@@ -313,7 +313,7 @@ class ModelSource:
         if hasattr(self.config, "rescale_every"):
             model.config.rescale_every = self.config.rescale_every
 
-    def _file(self, name: str) -> Path | None:
+    def file(self, name: str) -> Path | None:
         """A file of the model's folder or, from the cache, of its hub repository; None if it has no such file."""
         path, revision = self.location["pretrained_model_name_or_path"], self.location.get("revision", "main")
         try:

@@ -140,12 +140,25 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
         # What is not stated follows from what is.
         if value is not None:
             small[key] = value
+    for key in ("rope_parameters", "rope_scaling"):
+        if (rope := small.get(key)) and rope.get("mrope_section"):
+            small[key] = {**rope, "mrope_section": _narrowed(rope["mrope_section"], _head_dim(small) / _head_dim(config))}
     if {"expand", "num_heads", "head_dim"} <= small.keys():  # Mamba-2, whose heads divide the expanded width.
         small["num_heads"] = small["expand"] * _HIDDEN // _HEAD_DIM
     rope, nope = small.get("qk_rope_head_dim"), small.get("qk_nope_head_dim")
     if rope and nope and config.get("head_dim") not in (None, config["qk_rope_head_dim"]):
         small["head_dim"] = rope + nope
     return small
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _narrowed(sections: list[int], by: float) -> list[int]:
+    """Parts of a head that get their angles from time, height and width, as parts of a smaller one."""
+    ends = [round(by * sum(sections[: count + 1])) for count in range(len(sections))]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _one_of_each_kind(config: Mapping[str, Any], depth: int) -> list[int]:
