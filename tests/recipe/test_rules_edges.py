@@ -319,6 +319,7 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         for module in ("embed_tokens", "lm_head")
     ),
     ("fsdp-tied-embeddings", LORA + "method.modules_to_save=[lm_head] ", [FSDP], [*WHOLE, ZERO3]),
+    ("fsdp-tied-embeddings", FSDP + "method.modules_to_save=[lm_head] ", [LORA], [NF4, FP8, INT4]),
     ("fsdp-encoder-decoder", SEQ2SEQ, [FSDP], [*WHOLE, ZERO3]),
     ("sequence-heads", "", [], each("parallel.sequence", "1 2 5")),
     ("sequence-seq2seq", SEQ2SEQ, [SHARED], ["", "parallel.sequence=1"]),
