@@ -26,6 +26,7 @@ NF4, INT8, FP8, INT4 = (LORA + f"method.quantization={kind} " for kind in ("nf4"
 OFFLOAD, NVME = "strategy.offload_optimizer=cpu ", "strategy.offload_param=nvme "
 STREAM = "data.streaming=true schedule.max_steps=5 "
 MIN_LR, STABLE = "schedule.name=cosine_with_min_lr ", "schedule.name=warmup_stable_decay "
+ENDED = "schedule.args='{num_stable_steps: 5, num_decay_steps: 2}' " + STABLE
 PARTS, PIPED = "parallel.tensor=2 ", "parallel.pipeline=2 "
 EXPERTS = "parallel.expert=2 "
 SHARED, GATHERED = "parallel.sequence=2 ", "parallel.context=2 "
@@ -319,6 +320,7 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         for module in ("embed_tokens", "lm_head")
     ),
     ("fsdp-tied-embeddings", LORA + "method.modules_to_save=[lm_head] ", [FSDP], [*WHOLE, ZERO3]),
+    ("fsdp-tied-embeddings", FSDP + "method.modules_to_save=[lm_head] ", [LORA], [NF4, FP8, INT4]),
     ("fsdp-encoder-decoder", SEQ2SEQ, [FSDP], [*WHOLE, ZERO3]),
     ("sequence-heads", "", [], each("parallel.sequence", "1 2 5")),
     ("sequence-seq2seq", SEQ2SEQ, [SHARED], ["", "parallel.sequence=1"]),
@@ -482,6 +484,19 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         ["schedule.args='{num_decay_steps: 7}'"],
     ),
     ("decay-too-long", "schedule.args='{num_decay_steps: 8}' " + STABLE, [], ["", "schedule.warmup_steps=3"]),
+    *(
+        (
+            rule,
+            ENDED + "schedule.max_steps=10 ",
+            each("schedule.warmup_steps", breaks),
+            each("schedule.warmup_steps", fit),
+        )
+        for rule, breaks, fit in (("decay-over-early", "2", "3 4"), ("decay-cut-off", "4", "2 3"))
+    ),
+    ("decay-over-early", ENDED + "schedule.max_steps=10 ", [""], ["schedule.warmup_ratio=0.3"]),
+    ("decay-over-early", "schedule.max_steps=10 schedule.args='{num_decay_steps: 2}' " + STABLE, [], [""]),
+    ("decay-over-early", ENDED, ["schedule.max_steps=8"], ["", "schedule.max_steps=7"]),
+    ("decay-cut-off", ENDED, ["schedule.max_steps=6"], ["", "schedule.max_steps=7"]),
     ("served-rank", SERVED + LORA, ["method.r=513", "method.rank_pattern='{q_proj: 513}'"], ["method.r=512", ""]),
     ("served-rank", SERVED + LORA + "method.init_lora_weights=pissa ", ["method.r=257"], ["method.r=256"]),
     ("served-rank", SERVED + FULL, [], ["method.r=513"]),

@@ -15,6 +15,7 @@ NF4_DORA = ["method=qlora", "method.use_dora=true", "model=a/b"]
 NESTEROV = ["optimizer=sgd", "optimizer.args.nesterov=true"]
 EVALUATED = ["data.eval_split=0.1", "evaluation.every_steps=50"]
 NOW_EVALUATED = ["data.eval_split=0.05", "evaluation.every_steps=100"]
+STABLE_FOR_FIVE = ["schedule=warmup_stable_decay", "schedule.args.num_stable_steps=5"]
 SCHEDULE_FREE = ["optimizer=schedule_free_adamw", "schedule.name=constant"]
 AVERAGED = ["checkpoint.save_steps=50", "checkpoint.average_last=3"]
 FULL_RECOMPUTATION = ["activation_checkpointing.mode=full"]
@@ -780,5 +781,15 @@ CASES = [
         "decay-too-long",
         ["schedule=warmup_stable_decay", "schedule.args.num_decay_steps=9", "warmup_steps=2", "max_steps=10"],
         ["schedule.args.num_decay_steps=8"],
+    ),
+    (
+        "decay-over-early",
+        [*STABLE_FOR_FIVE, "schedule.args.num_decay_steps=2", "warmup_steps=2", "max_steps=10"],
+        ["~schedule.args.num_stable_steps"],
+    ),
+    (
+        "decay-cut-off",
+        [*STABLE_FOR_FIVE, "schedule.args.num_decay_steps=4", "warmup_steps=2", "max_steps=10"],
+        ["~schedule.args.num_stable_steps"],
     ),
 ]

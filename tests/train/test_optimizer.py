@@ -19,7 +19,7 @@ from ranks import ON_CPU, Ranks
 from small import FP8, INT4, INT8, LORA, NF4, SEQ2SEQ, loss_and_gradients, place_with, set_up
 from tiny import tiny_gguf, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from recipes import recipe_of
 from toolkit.common import UserError
@@ -299,6 +299,24 @@ def test_every_optimizer_trains_or_says_what_it_needs_before_the_model_loads(nam
     training.trainer.train()
     after = training.trainer.model.parameters()
     assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_a_compiled_step_of_unequal_shards_trains_again_where_it_was_compiled_before(
+    place: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Two processes divide 513 rows into 257, whose numbers are no whole blocks of 8 bits, and 256."""
+    model = AutoModelForCausalLM.from_pretrained(place / "llama")
+    model.resize_token_embeddings(513, mean_resizing=False)
+    AutoTokenizer.from_pretrained(place / "llama").save_pretrained(place / "odd")
+    model.save_pretrained(place / "odd")
+    overrides = ["model.path=odd", "method.freeze=[model.layers.*,model.norm.*]", "strategy.name=fsdp"]
+    for run in ("compiled", "again"):
+        done = ranks.run(
+            place, "recipe=small", *overrides, "optimizer.name=adamw_torch_8bit", f"output.name={run}",
+            processes=2, entry=ON_CPU, TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(place / "runs" / "again") == losses(place / "runs" / "compiled")
 
 
 @pytest.mark.parametrize("name", ["lion", "ademamix", "rmsprop", "rmsprop_bnb", "muon"])

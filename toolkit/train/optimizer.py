@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch
 from transformers import Trainer, get_scheduler
 
 from toolkit.common import UserError
@@ -84,6 +85,8 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
     if traits.rank:
         arguments.optim_target_modules = "all-linear"
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    if traits.module == "torchao" and recipe.strategy.name == "fsdp":
+        kind = type(kind.__name__, (_TracedAnew, kind), {})
     if traits.family == "muon":
         kind, kwargs = Muon, {**kwargs, "matrices": hidden_matrices(model)}
     if recipe.method.loraplus_lr_ratio:
@@ -107,6 +110,16 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
     if traits.momentum is not None:
         kwargs["momentum"] = settings.stated_momentum
     return kind, kwargs
+
+
+class _TracedAnew:
+    """Of an optimizer that compiles its step: takes no graph from torch's cache of traced ones. That knows a sharded
+    tensor by its whole shape alone, not by what this process has of it nor by how many bits that is kept in, so another
+    process's graph, or another optimizer's, would be taken for the own one and fail. Kernels are cached as ever."""
+
+    def step(self, closure: Any = None) -> Any:
+        with functorch.patch(enable_autograd_cache=False):
+            return super().step(closure)  # type: ignore[misc]
 
 
 def _loraplus_groups(recipe: Recipe, model: Any) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ from toolkit.recipe.rules.training import (
     unknown_arguments,
     wrong_arguments,
 )
-from toolkit.recipe.rules.unusual import UNUSUAL_RULES, adapter_scale
+from toolkit.recipe.rules.unusual import UNUSUAL_RULES, adapter_scale, end_of_decay
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.sections import SCHEDULES, STRATEGIES
 from toolkit.recipe.time_limit import TimeLimit
@@ -186,6 +186,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "stored_form": model_configs.stored_form(config),
         "whole_numbers": whole_numbers(model_configs.local_files(recipe.model), config),
         "run_steps": _so_many(recipe.schedule.max_steps or 0, "step"),
+        "end_of_decay": end_of_decay(recipe),
         "run_epochs": _so_many(recipe.schedule.num_epochs or 1, "epoch"),
         "attention_heads": model_configs.attention_widths(config)[0],
         "nearest_heads": nearest_heads(recipe, config),

@@ -174,7 +174,13 @@ STRATEGY_RULES = {
     ),
     "fsdp-tied-embeddings": Rule(
         "strategy.cpu_ram_efficient_loading",
-        lambda r, c: r.strategy.name == "fsdp" and r.strategy.cpu_ram_efficient_loading and _parts_tied(r, c),
+        # Quantized weights every process reads itself.
+        lambda r, c: (
+            r.strategy.name == "fsdp"
+            and r.strategy.cpu_ram_efficient_loading
+            and r.method.quantization == "none"
+            and _parts_tied(r, c)
+        ),
         "tied embeddings in method.modules_to_save cannot be tied again after the weights were read by one process",
         "set strategy.cpu_ram_efficient_loading=false",
     ),

@@ -31,6 +31,15 @@ def _decays_before_the_start(recipe: Recipe) -> bool:
     )
 
 
+def end_of_decay(recipe: Recipe) -> int | None:
+    """The step after which a stated stable phase and its decay are over; None if the recipe does not say."""
+    schedule = recipe.schedule
+    warmup = schedule.warmup_steps if schedule.warmup_ratio or schedule.warmup_steps else 0
+    parts = [warmup, *(schedule.args.get(name) for name in ("num_stable_steps", "num_decay_steps"))]
+    known = schedule.name == "warmup_stable_decay" and all(type(each) is int for each in parts)
+    return sum(parts) if known else None  # type: ignore[arg-type]
+
+
 def _beyond(key: str, effect: str, instead: str) -> Rule:
     """A number of steps, or of epochs, that the run never comes to."""
     interval, unit = attrgetter(key), key.rpartition("_")[2]
@@ -180,6 +189,20 @@ UNUSUAL_RULES = {
         lambda r, _: _decays_before_the_start(r),
         "warm-up and decay together are longer than the run's {run_steps}",
         "set schedule.args.num_decay_steps lower",
+        warns=True,
+    ),
+    "decay-over-early": Rule(
+        "schedule.args",
+        lambda r, _: (end_of_decay(r) or math.inf) < (r.schedule.max_steps or 0),
+        "the decay is over after step {end_of_decay}, and the rest of the run's {run_steps} has the lowest rate",
+        "remove schedule.args.num_stable_steps, which then follows from the others",
+        warns=True,
+    ),
+    "decay-cut-off": Rule(
+        "schedule.args",
+        lambda r, _: (end_of_decay(r) or 0) > (r.schedule.max_steps or math.inf),
+        "the decay would be over after step {end_of_decay}, and the run has {run_steps}",
+        "remove schedule.args.num_stable_steps, which then follows from the others",
         warns=True,
     ),
 }
