@@ -30,6 +30,6 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Has this process told to stop when the thread that started it ends, instead of running on alone. On Linux only."""
+    """Has this process told to stop once the thread that started it ends, not to run on alone. On Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -222,8 +222,8 @@ def test_a_loss_that_broke_is_marked_and_reported(tmp_path: Path) -> None:
     write_metrics(tmp_path / "run", *rows, eval_line(59, math.nan))
     html = write_report(tmp_path / "run").read_text(encoding="utf-8")
     text = Page(html).text
-    assert "The training loss was not finite at 2 steps, first at step 30." in text
-    assert "The gradient norm was not finite at 1 steps, first at step 41." in text
+    assert "The training loss was not finite at steps 30, 31." in text
+    assert "The gradient norm was not finite at step 41." in text
     assert 'class="broken"' in html
     assert not re.search(r'd="[^"]*(nan|inf)', html)
 

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,7 +91,7 @@ def chart(
     broken = {x for line in series for x, y in zip(line.x, line.y, strict=True) if not _drawable(y)}
     legend: list[tuple[str, str]] = [(line.look, line.label) for line in series] if len(series) > 1 else []
     if broken:
-        legend.append(("broken", f"{_steps_text(broken)} without a finite value"))
+        legend.append(("broken", f"{steps_text(broken)} without a finite value"))
     if y_axis.log:
         legend.append(("", "logarithmic"))
     ticks = zip(y_axis.ticks, _tick_texts(y_axis.ticks, form), strict=True)
@@ -101,7 +101,7 @@ def chart(
         "rows": [((1 - y_axis.position(tick)) * height, text) for tick, text in ticks],
         "columns": [(x_axis.position(tick) * 100, f"{tick:,.0f}") for tick in x_axis.ticks],
         "lines": [_line(line, x_axis, y_axis, height) for line in series],
-        "broken": [mark / MAX_MARKS * 100 for mark in sorted({round(x_axis.position(x) * MAX_MARKS) for x in broken})],
+        "broken": _marks([x_axis.position(x) for x in sorted(broken)]),
         "legend": legend,
         "pointer": _pointer_data(series, x_axis, form),
         "spoken": _spoken(title, series, form),
@@ -116,6 +116,12 @@ def _line(line: Series, x_axis: Axis, y_axis: Axis, height: int) -> dict[str, An
     ]
     dots = points[:: max(len(points) // MAX_MARKS, 1)] if line.style == "points" or len(points) <= FEW_POINTS else []
     return {"style": line.look, "path": _path(points), "dots": [point for point in dots if _drawable(point[1])]}
+
+
+def _marks(positions: Sequence[float]) -> list[float]:
+    """Where values are missing, in percent of the width: of marks that would overlap, the first."""
+    first = {int(each * MAX_MARKS): each for each in reversed(positions)}
+    return [each * 100 for each in sorted(first.values())]
 
 
 def downsample(x: Sequence[float], y: Sequence[float], limit: int = MAX_POINTS) -> list[tuple[float, float]]:
@@ -241,7 +247,8 @@ def _spoken(title: str, series: Sequence[Series], form: Callable[[float], str]) 
     return f"{title}: {', '.join(parts) or 'no finite value'}"
 
 
-def _steps_text(steps: set[float]) -> str:
+def steps_text(steps: Set[float]) -> str:
+    """The first of some steps, and how many more there are: `steps 3, 5, 8 and 2 more`."""
     ordered = sorted(steps)
     more = f" and {len(ordered) - 3:,} more" if len(ordered) > 3 else ""
     return f"step{'s' if len(ordered) > 1 else ''} {', '.join(f'{step:,.0f}' for step in ordered[:3])}{more}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit.common import byte_unit, bytes_text, compact, duration
+from toolkit.common import byte_unit, bytes_text, compact, count_text, duration
 from toolkit.planner.plan import OVERHEAD, PARTS, PHASES, Advice, Memory, Plan, Range, Refused, Served, Work
 from toolkit.planner.speed.communication import HOST, NVME
 
@@ -186,7 +186,7 @@ def work_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("the run", "unknown length: prepare the data (toolkit data) or set schedule.max_steps"))
     else:
         tokens = f", {compact(work.tokens)} tokens ({work.tokens_from})" if work.tokens is not None else ""
-        rows.append(("the run", f"{work.steps:,} steps{tokens}"))
+        rows.append(("the run", f"{count_text(work.steps, 'step')}{tokens}"))
         rows.append(("time", _range_text(work.total_seconds, duration)))
         if work.saves:
             rows.append(("checkpoints", f"{work.saves}, training waits {seconds_text(work.save_seconds)} for each"))

@@ -18,13 +18,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from toolkit.common import UserError, bytes_text, compact, duration, perplexity_of, perplexity_text
+from toolkit.common import UserError, bytes_text, compact, count_text, duration, perplexity_of, perplexity_text
 from toolkit.data.audit import Audit, in_sentences
 from toolkit.files import write_atomically
 from toolkit.planner.plan import Plan, Range
 from toolkit.recipe.files import read
 from toolkit.recipe.load import load_resolved
 from toolkit.report import page, plan_page, plan_view, run_view
+from toolkit.report.charts import steps_text
 from toolkit.report.class_tables import class_tables
 from toolkit.report.evaluation import HEADS
 from toolkit.report.load import Manifest, Measured, Record, finite, number, read_run
@@ -93,7 +94,9 @@ def percent_change(before: float, after: float) -> str:
 def _lead(record: Record) -> list[str]:
     manifest = record.manifest
     steps = record.training[-1]["step"] if record.training else 0
-    lead = [f"{steps:,} of {manifest.total_steps:,} steps" if manifest.total_steps else f"{steps:,} steps"]
+    lead = [
+        f"{steps:,} of {count_text(total, 'step')}" if (total := manifest.total_steps) else count_text(steps, "step")
+    ]
     if tokens := finite(record.training, "tokens"):
         lead.append(f"{compact(tokens[-1])} tokens")
     if manifest.started:
@@ -152,9 +155,9 @@ def _notices(record: Record) -> list[str]:
         notices += [f"At step {row['step']:,}: {text}." for text in texts if text]
     for key, what in (("loss", "training loss"), ("grad_norm", "gradient norm")):
         values = [(row["step"], number(row.get(key))) for row in record.training]
-        broken = [step for step, value in values if value is not None and not math.isfinite(value)]
+        broken = {step for step, value in values if value is not None and not math.isfinite(value)}
         if broken:
-            notices.append(f"The {what} was not finite at {len(broken):,} steps, first at step {broken[0]:,}.")
+            notices.append(f"The {what} was not finite at {steps_text(broken)}.")
     return notices
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import torch
 
-from toolkit.common import UserError
+from toolkit.common import UserError, count_text
 from toolkit.data.collate import IGNORE
 from toolkit.data.prepare import prepare
 from toolkit.distributed.engines import dtypes
@@ -111,8 +111,8 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
     build_new(output, write, "--output")
     text = (
         f"merged into {output}\n"
-        f"proof: {proof['rows']} rows, {proof['tokens']} tokens: logits equal to {proof['distance']:.1e} of the "
-        f"largest in fp32 (allowed {proof['tolerance']:.0e}; "
+        f"proof: {count_text(proof['rows'], 'row')}, {proof['tokens']:,} tokens: "
+        f"logits equal to {proof['distance']:.1e} of the largest in fp32 (allowed {proof['tolerance']:.0e}; "
         f"{'adapters move' if len(runs) > 1 else 'the adapter moves'} them by {proof['effect']:.1e}); "
         f"rounded to {proof['saved_dtype']}: {proof['distance_as_saved']:.1e}, read back from the files as rounded"
     )
