@@ -144,7 +144,9 @@ def _when(time: str) -> str:
 
 
 def _notices(record: Record) -> list[str]:
-    notices = list(record.problems)
+    notices, error = list(record.problems), record.manifest.error
+    if error and record.manifest.status == "failed":
+        notices.insert(0, f"The run failed: {' — '.join(map(str.strip, error.splitlines()))}")
     if not record.manifest.model_fields_set:
         notices.append("This folder has no readable manifest.json: what ran here is not known.")
     for row in record.training:
