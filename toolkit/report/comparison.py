@@ -85,7 +85,8 @@ def compare(runs: Sequence[Path]) -> Comparison:
         "data and model": _different([_inputs(record) for record in records]),
         "versions": _different([each.versions for each in manifests]),
         "machine": _different([_machine(each) for each in manifests]),
-        "chosen by auto": _different([each.chosen for each in manifests]),
+        # Without the reasons, whose figures are measured anew for each run.
+        "chosen by auto": _different([{k: v.partition(": ")[0] for k, v in each.chosen.items()} for each in manifests]),
     }
     return Comparison(
         records,
