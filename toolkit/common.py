@@ -208,6 +208,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
 
 
+def seconds_text(seconds: float) -> str:
+    """A short time: `12.3 ms`, `3.21 s`, `2m 05s`."""
+    if seconds >= 59.95:
+        return duration(seconds)
+    size, name = (1.0, "s") if seconds >= 0.9995 else (1e-3, "ms") if seconds >= 0.9995e-3 else (1e-6, "µs")
+    return f"{f'{seconds / size:#.3g}'.rstrip('.')} {name}"
+
+
 def compact(number: float) -> str:
     """Three significant digits with a suffix: `857`, `1.2k`, `51.7k`, `135M`, `8.03B`; beyond all suffixes `1e+16`."""
     if not math.isfinite(number):

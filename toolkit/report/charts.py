@@ -12,8 +12,9 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 MAX_POINTS = 1000
@@ -32,7 +33,7 @@ class Series:
     """One line of a chart: a value at each of rising positions. Values that are not finite are marked, not drawn.
 
     Args:
-        number: Which of several lines of equal standing it is, for a colour of its own; 0 where the style says all.
+        number: Which of several lines of equal standing it is, for a colour of its own; 0 has `chart` choose.
     """
 
     label: str
@@ -82,7 +83,7 @@ def chart(
         may_log: Whether a logarithmic axis is used when a few values tower over the rest.
         form: Text of a tick and of a value under the pointer.
     """
-    series = [line for line in series if len(line.x)]
+    series = _told_apart([line for line in series if len(line.x)])
     if not series:
         return {"title": title, "lines": []}
     xs = [x for line in series for x in (line.x[0], line.x[-1])]
@@ -106,6 +107,14 @@ def chart(
         "pointer": _pointer_data(series, x_axis, form),
         "spoken": _spoken(title, series, form),
     }
+
+
+def _told_apart(series: Sequence[Series]) -> list[Series]:
+    """With a colour of its own for each where several lines would look alike."""
+    alike = {style for style, count in Counter(line.style for line in series).items() if count > 1}
+    if not alike or any(line.number for line in series):
+        return [*series]
+    return [replace(line, number=at) if line.style in alike else line for at, line in enumerate(series, start=1)]
 
 
 def _line(line: Series, x_axis: Axis, y_axis: Axis, height: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.common import count_text
+from toolkit.common import count_text, seconds_text
 from toolkit.planner.plan import Plan, Refused
 from toolkit.report import page
 from toolkit.report import plan_view as view
@@ -88,7 +88,7 @@ def _tiles(plan: Plan) -> list[Tile]:
             (f"{margin}; {unit.text(memory.total.low)} to {unit.text(memory.total.high)} expected",),
             main=True,
         ),
-        Tile("A step", view.seconds_text(work.step_seconds.value), (view.shares_text(plan),)),
+        Tile("A step", seconds_text(work.step_seconds.value), (view.shares_text(plan),)),
         Tile("Tokens per second", view.compact(work.tokens_per_second), (f"MFU {work.mfu:.1%}",)),
     ]
     if work.total_seconds is not None and work.steps is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit.common import byte_unit, bytes_text, compact, count_text, duration
+from toolkit.common import byte_unit, bytes_text, compact, count_text, duration, seconds_text
 from toolkit.planner.plan import OVERHEAD, PARTS, PHASES, Advice, Memory, Plan, Range, Refused, Served, Work
 from toolkit.planner.speed.communication import HOST, NVME
 
@@ -305,14 +305,6 @@ def shares_text(plan: Plan) -> str:
 def hours_name(plan: Plan) -> str:
     """What is paid for: hours of a device."""
     return "device-hours" if plan.hardware.startswith("cpu") else "GPU-hours"
-
-
-def seconds_text(seconds: float) -> str:
-    """A short time: `12.3 ms`, `3.21 s`, `2m 05s`."""
-    if seconds >= 59.95:
-        return duration(seconds)
-    size, name = (1.0, "s") if seconds >= 0.9995 else (1e-3, "ms") if seconds >= 0.9995e-3 else (1e-6, "µs")
-    return f"{f'{seconds / size:#.3g}'.rstrip('.')} {name}"
 
 
 def flops_text(flops: float) -> str:

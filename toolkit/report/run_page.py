@@ -18,7 +18,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from toolkit.common import UserError, bytes_text, compact, count_text, duration, perplexity_of, perplexity_text
+from toolkit.common import (
+    UserError,
+    bytes_text,
+    compact,
+    count_text,
+    duration,
+    perplexity_of,
+    perplexity_text,
+    seconds_text,
+)
 from toolkit.data.audit import Audit, in_sentences
 from toolkit.files import write_atomically
 from toolkit.planner.plan import Plan, Range
@@ -253,8 +262,8 @@ def _planned(plan: Plan, measured: Measured) -> dict[str, Any] | None:
         ("memory allocated", memory.allocated, None, "allocated", bytes_text),
         ("memory reserved", memory.reserved.value, memory.reserved, "reserved", bytes_text),
         ("host RAM", plan.host.peak, host, "host", bytes_text),
-        ("time of a step", work.step_seconds.value, work.step_seconds, "step_seconds", plan_view.seconds_text),
-        ("wait for a checkpoint", work.save_seconds, None, "save_seconds", plan_view.seconds_text),
+        ("time of a step", work.step_seconds.value, work.step_seconds, "step_seconds", seconds_text),
+        ("wait for a checkpoint", work.save_seconds, None, "save_seconds", seconds_text),
         ("time in all", whole.value if whole else None, whole, "total_seconds", duration),
         ("tokens", work.tokens, None, "tokens", compact),
         ("energy", work.energy_kwh, None, "energy_kwh", plan_view.energy_text),
