@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import torch
 
-from toolkit.common import UserError, count_text
+from toolkit.common import UserError, bytes_text, count_text
 from toolkit.data.collate import IGNORE
 from toolkit.data.prepare import prepare
 from toolkit.distributed.engines import dtypes
@@ -227,11 +227,11 @@ def place_for(adapted: Any, logits: int) -> tuple[torch.device, str]:
     adapters = sum(each.numel() for each in adapted.parameters() if not each.is_meta)
     held = 4 * (adapters + logits) + 2 * max(SHARD, 4 * largest)
     free = min(psutil.virtual_memory().available, ram())
-    text = f"merging layer by layer takes {computing / 1e9:.2f} GB to compute and {held / 1e9:.2f} GB of the host"
-    shown = f"{free / 1e9:.2f} GB free on the host"
+    text = f"merging layer by layer takes {bytes_text(computing)} to compute and {bytes_text(held)} of the host"
+    shown = f"{bytes_text(free)} free on the host"
     on_gpu = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     if on_gpu:
-        shown = f"{on_gpu / 1e9:.2f} GB free on the GPU, {shown}"
+        shown = f"{bytes_text(on_gpu)} free on the GPU, {shown}"
     if computing <= on_gpu and held <= free:
         return torch.device("cuda"), f"{text}; {shown}: merged on the GPU"
     if computing + held <= free:

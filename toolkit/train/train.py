@@ -323,7 +323,7 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
             text += f" (perplexity {perplexity:.2f})"
         if evaluator.first:
             before = evaluator.first["eval_loss"]
-            change = f", {(last - before) / before:+.1%}" if before > 0 else ""
+            change = f", {(last - before) / before:+z.1%}" if before > 0 else ""
             text = f"{before:.4f} -> {text}{change}"
         rows += [("held-out before", reward_text(evaluator.first))] if rewards and evaluator.first else []
         rows.append(("held-out after", rewards) if rewards else ("held-out loss", text))
