@@ -196,7 +196,8 @@ def _failed(folder: RunFolder, error: BaseException) -> None:
         # A user's own error needs no name of a class.
         said = str(reason or error) if reason or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         folder.end(status, error=said)
-    if isinstance(error, Exception):  # Who stops at once does not wait for a page.
+    # Who stops at once does not wait for a page, and before anything is measured another recipe may take the folder.
+    if isinstance(error, Exception) and (folder.path / "metrics.jsonl").is_file():
         with contextlib.suppress(Exception):
             write_report(folder.path)
 
