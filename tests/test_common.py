@@ -13,6 +13,7 @@ from toolkit.common import (
     compact,
     conceal,
     concealed,
+    count_text,
     duration,
     first_line,
     on_screen,
@@ -43,10 +44,23 @@ def test_durations(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (857, "857"), (999.7, "1k"), (51_700, "51.7k"), (134_515_008, "135M"), (8.03e9, "8.03B")],
+    [
+        (0, "0"),
+        (857, "857"),
+        (999.7, "1k"),
+        (51_700, "51.7k"),
+        (134_515_008, "135M"),
+        (8.03e9, "8.03B"),
+        (3e16, "3e+16"),
+    ],
 )
 def test_compact_numbers(value: float, text: str) -> None:
     assert compact(value) == text
+
+
+def test_numbers_with_their_nouns() -> None:
+    assert [count_text(number, "step") for number in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+    assert [count_text(number, "row is", "rows are") for number in (1, 2)] == ["1 row is", "2 rows are"]
 
 
 def test_bytes() -> None:

@@ -44,12 +44,13 @@ def test_a_checkout_that_is_not_installed_runs_its_own_modules(tmp_path: Path, m
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells a process that its parent has ended")
-def test_a_process_that_asks_for_it_ends_with_who_started_it(tmp_path: Path) -> None:
-    child = "from toolkit.own_process import end_with_parent as e; e(); print('ready', flush=True); input()"
+def test_a_module_ends_with_who_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it computes, and does not see that nobody will ask it any more."""
+    (tmp_path / "busy.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     parent = (
-        "import os, subprocess, sys; read, write = os.pipe(); child = subprocess.Popen([sys.executable, '-c', "
-        f"{child!r}], stdin=read, stdout=subprocess.PIPE, pass_fds=[write]); child.stdout.readline(); "
-        "print(child.pid, flush=True); os._exit(75)"
+        f"import os, subprocess; child = subprocess.Popen({own_process.command('busy')!r}, stdout=subprocess.PIPE); "
+        "child.stdout.readline(); print(child.pid, flush=True); os._exit(75)"
     )
     ended = subprocess.run([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, timeout=60)
     pid, until = int(ended.stdout), time.monotonic() + 20

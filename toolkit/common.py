@@ -208,14 +208,34 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
 
 
+def seconds_text(seconds: float) -> str:
+    """A short time: `12.3 ms`, `3.21 s`, `2m 05s`."""
+    if seconds >= 59.95:
+        return duration(seconds)
+    size, name = (1.0, "s") if seconds >= 0.9995 else (1e-3, "ms") if seconds >= 0.9995e-3 else (1e-6, "µs")
+    return f"{f'{seconds / size:#.3g}'.rstrip('.')} {name}"
+
+
 def compact(number: float) -> str:
-    """Three significant digits with a suffix: `857`, `1.2k`, `51.7k`, `135M`, `8.03B`."""
+    """Three significant digits with a suffix: `857`, `1.2k`, `51.7k`, `135M`, `8.03B`; beyond all suffixes `1e+16`."""
     if not math.isfinite(number):
         return str(number)
+    if abs(number) >= 0.9995e15:
+        return f"{number:.3g}"
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= 0.9995 * size:
             return f"{number / size:.3g}{suffix}"
     return f"{number:.3g}"
+
+
+def count_text(number: int, one: str, many: str = "") -> str:
+    """A number with its noun, and what follows from it: `1 row repeats`, `2,000 rows repeat`.
+
+    Args:
+        one: For the number 1.
+        many: For all others; by default with an s.
+    """
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def bytes_text(value: float) -> str:

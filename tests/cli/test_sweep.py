@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -141,7 +142,8 @@ def test_runs_killed_half_way_go_on_where_they_were(rates: str, seeds: str, ende
     assert again.returncode == 0, again.stderr
     runs = sorted(folder.glob("*/"))
     assert len(runs) == count and all(read_manifest(each)[0].status == "finished" for each in runs)
-    assert again.stderr.count("finished before") >= ended
+    before_this = re.findall(r"run (\d+) of \d+, .*: finished before", again.stderr)
+    assert len(before_this) >= ended and before_this == sorted(before_this)
     assert {each: (each / "final").stat().st_mtime_ns for each in done} == before
     assert len({tuple(losses(each)) for each in runs}) == len(seeds.split(",")), (
         "the first step's loss depends on the seed alone"

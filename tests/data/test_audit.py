@@ -359,7 +359,7 @@ def too_long(rows: int, action: str) -> Side:
         # 51 and 50 of 100 rows without an answer.
         ({"train": side(49, untrained_rows=51)}, "fatal", "51 of 100 rows have no trained token (", "data.train_on"),
         ({"train": side(50, untrained_rows=50)}, "warning", "50 of 100 rows have no trained token and", "fill or"),
-        ({"train": side(99, untrained_rows=1)}, "warning", "1 of 100 rows have no trained token and", "fill or"),
+        ({"train": side(99, untrained_rows=1)}, "warning", "1 of 100 rows has no trained token and", "fill or"),
         ({"train": side(stop_trained_rows=0)}, "fatal", "the stop token is trained in no row", "chat_template"),
         ({"train": side(stop_trained_rows=89)}, "warning", "in only 89 of 100 rows", "over_long: drop"),
         ({"kinds": ["Completion"]}, "warning", "without the chat template", "`instruction`"),
@@ -458,6 +458,22 @@ def test_figures_in_sentences() -> None:
     dropped = in_sentences(figures(duplicates=3, deduplicate=True, in_train_and_eval=1))[4]
     assert dropped == "3 rows repeat an earlier one and are dropped; 1 held-out row is trained on."
     assert "0.0% of the tokens" in in_sentences(figures(train=side(0)))[0]
+
+
+def test_one_row_is_told_of_as_one() -> None:
+    cut = {"rows": 1, "action": "drop", "seq_len": 64}
+    alone = figures(train=side(1, untrained_rows=1, stop_trained_rows=1, over_long=cut), duplicates=1)
+    assert in_sentences(alone)[:5] == [
+        "1 row of 10 tokens is trained on; 50.0% of the tokens carry loss, 5 in all.",
+        "1 of the training rows (100.0%) is longer than 64 tokens and is left out (data.over_long: drop).",
+        "1 row has no trained token and is left out.",
+        "The stop token is trained in every row.",
+        "1 row repeats an earlier one and is kept; no held-out row is trained on.",
+    ]
+    for action, effect in (("truncate", "loses its end"), ("split", "is cut into"), ("error", "stops the run")):
+        assert effect in in_sentences(figures(train=too_long(1, action)))[1]
+    said = [problem.what for problem in find_problems(alone)]
+    assert "1 row repeats an earlier row" in said and "1 of 2 rows has no trained token and is left out" in said
 
 
 def test_lengths_of_rows() -> None:

@@ -115,9 +115,7 @@ def test_the_audit_says_how_labels_are_spread(tmp_path: Path) -> None:
     text = render(found.audit)
     assert "Rows are of 2 classes: bad 50.0% (11), good 50.0% (11)." in text and "each has one label" in text
     assert "2 rows have a text that stands elsewhere with another label" in " ".join(text.split())
-    assert "1 held-out labels are of classes that no training row has: 'ugly'; they are left out" in " ".join(
-        text.split()
-    )
+    assert "1 held-out label is of classes that no training row has: 'ugly'; it is left out" in " ".join(text.split())
     assert "2 of 24 rows have no text or no label and are left out" in " ".join(text.split())
     assert found.eval is not None and len(found.eval) == 1
     assert "stop token" not in text
@@ -125,7 +123,7 @@ def test_the_audit_says_how_labels_are_spread(tmp_path: Path) -> None:
 
 def test_held_out_rows_of_other_classes_alone_are_said_to_be_so(tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text(json.dumps({"text": "seen nowhere", "label": 1}))
-    with pytest.raises(DataError, match="no usable held-out row: 1 held-out labels are of classes that no training"):
+    with pytest.raises(DataError, match="no usable held-out row: 1 held-out label is of classes that no training"):
         prepared(tmp_path, TEXTS, eval_sources=[str(tmp_path / "held.jsonl")])
 
 

@@ -395,7 +395,7 @@ def test_the_audit_says_whether_pairs_can_teach_a_preference(tmp_path: Path) -> 
     assert audit.train.rows == 3 and (pairs.equal, pairs.apart, pairs.longer_chosen) == (1, 1, 3)
     assert audit.untrained_rows == 1  # Of which one side is empty.
     said = " ".join(f"{problem.what} {problem.change}" for problem in audit.problems)
-    for part in ("1 pairs both answers are the same", "1 pairs the two answers follow different", "times as long"):
+    for part in ("1 pair both answers are the same", "1 pair the two answers follow different", "times as long"):
         assert part in said
     assert "the chosen one is longer in 100% of the pairs" in " ".join(in_sentences(audit))
     with pytest.raises(UserError, match=r"no usable row: .*, both answers of 2 are the same"):

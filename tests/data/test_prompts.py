@@ -136,7 +136,7 @@ def test_the_audit_knows_references_that_the_rewards_would_not(
         code == 0
         and "`numeric` gives no full score to the reference itself in 1 of 10 rows, such as rows.jsonl:9" in said
     )
-    assert "1 prompts are those of other rows, too" in said and "several numbers" not in said
+    assert "1 prompt is that of other rows, too" in said and "several numbers" not in said
     result = [{"prompt": f"{n} / 3", "answer": f"\\frac{{{n}}}{{3}}"} for n in range(7)]
     code, said = audit([*result, {"prompt": "2 + 2", "answer": "2 + 2 is 4.\n#### 4"}], capsys)
     assert code == 0 and "7 of 8 references hold several numbers" in said

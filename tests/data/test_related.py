@@ -122,7 +122,7 @@ def test_the_audit_counts_what_repeats() -> None:
     assert (figures.shared_positives, figures.shared_anchors, figures.own_negatives) == (2, 2, 1)
     said = [what for _, what, _ in figures.problems(4, held_out=False)]
     assert any("3 rows have the same text as anchor and positive" in what for what in said)
-    assert any("1 rows name their own positive" in what for what in said) and any("held out" in what for what in said)
+    assert any("1 row names its own positive" in what for what in said) and any("held out" in what for what in said)
     assert "2 rows share their positive and 2 their anchor" in " ".join(figures.in_sentences(4))
     alike = Texts.of(keys[:, :2], equal=0, cut=0, scores=np.ones(4))
     assert [fatal for fatal, *_ in alike.problems(4, held_out=True)] == [True]

@@ -28,6 +28,20 @@ def test_downsampling_keeps_ends_and_extremes() -> None:
     assert downsample([1, 2], [3, 4]) == [(1, 3), (2, 4)]
 
 
+def test_missing_values_are_marked_where_they_are_and_close_ones_once() -> None:
+    y = [1.0] * 1001
+    for x in (300, 310, 319, 750, 1000):
+        y[x] = math.nan
+    assert chart("Loss", [Series("training", range(1001), y)])["broken"] == pytest.approx([30, 75, 100])
+
+
+def test_lines_of_one_style_have_colours_of_their_own() -> None:
+    lines = [Series(name, [1, 2], [1, 2]) for name in ("chosen", "rejected", "margin")]
+    assert [look for look, _ in chart("Rewards", lines)["legend"]] == ["line nth1", "line nth2", "line nth3"]
+    told = [Series("training", [1, 2], [1, 2]), Series("held-out", [1, 2], [1, 2], "points")]
+    assert [look for look, _ in chart("Loss", told)["legend"]] == ["line", "points"]
+
+
 def test_smoothing_follows_the_curve_and_ignores_spikes() -> None:
     line = [5.0 - 0.01 * index for index in range(400)]
     assert smooth(line)[200] == pytest.approx(line[200])

@@ -46,6 +46,17 @@ def test_only_what_differs_is_shown_and_what_came_out(tmp_path: Path) -> None:
     assert max(map(len, text.split("\n"))) <= 80
 
 
+def test_the_same_choice_for_a_reason_that_was_measured_anew_is_no_difference(tmp_path: Path) -> None:
+    runs = [
+        make(
+            tmp_path / str(share),
+            chosen={"data.num_workers": f"1: it takes {share}% of a step", "precision": precision},
+        )
+        for share, precision in ((2.0, "bf16: 2.4 times as fast"), (2.1, "fp32: as fast"))
+    ]
+    assert rows_of(compare(runs), "chosen by auto") == {"precision": ("bf16", "fp32")}
+
+
 def test_what_only_one_run_has_is_one_row(tmp_path: Path) -> None:
     """A resolved recipe also holds the empty lists of the other."""
     runs = [make(tmp_path / "one"), make(tmp_path / "two")]

@@ -87,5 +87,8 @@ def test_rows_are_those_of_an_evaluation_or_not_used() -> None:
 def test_a_difference_has_as_many_digits_as_its_interval_says_something_of() -> None:
     assert Estimate(-1.23456, 0.04567).texts() == ("-1.2346", "± 0.0457")
     assert Estimate(0.000012345, 0.0000346).texts() == ("+0.000012", "± 0.000035")
+    # Zero has no minus.
+    assert Estimate(0.0, 0.0).negative().texts() == ("+0.0000", "± 0.0000")
+    assert Estimate(-0.00001, 0.01).texts() == ("+0.0000", "± 0.0100")
     assert Estimate(0.5, math.nan).texts() == ("+0.5000", "± ?")
     assert Estimate(-1.5, 0.25).negative().text() == "+1.5000 ± 0.2500 (95% interval, the same rows)"

@@ -216,14 +216,22 @@ def test_one_step_and_no_evaluation(tmp_path: Path) -> None:
     assert html.count("<circle") == 5
 
 
+def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
+    said = {"status": "failed", "error": "RuntimeError: shapes <1> and 2\n  at step 7"}
+    page = Page(write_report(example_run(tmp_path / "run", **said)).read_text(encoding="utf-8"))
+    assert "The run failed: RuntimeError: shapes <1> and 2 — at step 7" in page.text
+    stopped = example_run(tmp_path / "stopped", status="interrupted", error="KeyboardInterrupt: ")
+    assert "The run failed" not in write_report(stopped).read_text(encoding="utf-8")
+
+
 def test_a_loss_that_broke_is_marked_and_reported(tmp_path: Path) -> None:
     rows = [step_line(step) for step in range(1, 60)]
     rows[29]["loss"], rows[30]["loss"], rows[40]["grad_norm"] = math.nan, "Infinity", math.inf
     write_metrics(tmp_path / "run", *rows, eval_line(59, math.nan))
     html = write_report(tmp_path / "run").read_text(encoding="utf-8")
     text = Page(html).text
-    assert "The training loss was not finite at 2 steps, first at step 30." in text
-    assert "The gradient norm was not finite at 1 steps, first at step 41." in text
+    assert "The training loss was not finite at steps 30, 31." in text
+    assert "The gradient norm was not finite at step 41." in text
     assert 'class="broken"' in html
     assert not re.search(r'd="[^"]*(nan|inf)', html)
 

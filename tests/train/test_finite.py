@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pages import Page
 from ranks import ON_CPU, Ranks
 from small import LORA, place_with
 
@@ -56,6 +57,8 @@ def test_run_ends_where_its_numbers_end(
     assert (last and last.name) == (good and f"checkpoint-{good}")
     assert (str(last) in error) == (last is not None)
     rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    page = Page((folder.path / "report.html").read_text(encoding="utf-8")).text
+    assert f"The run failed: {says}" in page
     # The report shows where it was.
     broken = [row["step"] for row in rows if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))]
     assert broken == [int(says.split()[2])] if says.startswith("at ") else broken == []

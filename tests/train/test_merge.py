@@ -263,7 +263,7 @@ def test_a_layer_decides_where_a_model_of_8_billion_parameters_is_merged(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (on_gpu * 10**9, 0))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=on_host * 10**9, total=2**60))
     if chosen is None:
-        with pytest.raises(UserError, match=r"takes 4\.\d\d GB to compute .* 4\.00 GB free on the GPU, 8\.00 GB"):
+        with pytest.raises(UserError, match=r"takes 3\.\d\d GiB to compute .* 3\.73 GiB free on the GPU, 7\.45 GiB"):
             place_for(model, logits=10**6)
         return
     assert place_for(model, logits=10**6)[0] == chosen

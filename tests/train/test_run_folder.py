@@ -264,10 +264,11 @@ def stopped(*overrides: str, step: int = 3, hashes: dict[str, str] = HASHES) -> 
 
 def test_manifest_says_how_a_run_was_started_and_continued(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["toolkit/run.py", "recipe=small", "description=two words"])
-    saved = stopped("extra.lora.bias=all")
-    folder = RunFolder(Path("runs/small"))
+    saved = stopped("extra.lora.bias=all", "output.name=first")
+    folder = RunFolder(Path("runs/first"))
     first = folder.manifest()
-    assert (first.name, first.status) == ("small", "running")
+    # One recipe has many runs.
+    assert (first.name, first.status) == ("first", "running")
     assert first.command == "python toolkit/run.py recipe=small 'description=two words'"
     assert first.started and not first.continued and not first.finished and not first.resumed_from
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", first.started)
@@ -279,7 +280,7 @@ def test_manifest_says_how_a_run_was_started_and_continued(place: Path, monkeypa
 
     folder.update_manifest(finished="now", error="none", status="interrupted")
     assert folder.manifest().hashes == first.hashes, "what is not named stays"
-    again = small("extra.lora.bias=all", "checkpoint.save_steps=7")
+    again = small("extra.lora.bias=all", "output.name=first", "checkpoint.save_steps=7")
     claim(again, 2).describe(again, LAYOUT, HASHES, notes=["something"])
     second = folder.manifest()
     assert (second.started, second.finished, second.status) == (first.started, None, "running")

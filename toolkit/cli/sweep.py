@@ -145,7 +145,7 @@ def run(found: Sequence[Trial], places: list[Share], say: Callable[[str], None])
     Raises:
         UserError: Before anything is started, if a run's folder holds another run or this machine cannot train it.
     """
-    done = {each.folder for each in found if finished(each)}
+    done = dict.fromkeys(each.folder for each in found if finished(each))  # In their order.
     what = {each.folder: f"run {at} of {len(found)}, {each.folder.name}" for at, each in enumerate(found, start=1)}
     left = [each for each in found if each.folder not in done]
     for each in left:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
+from toolkit.common import count_text
+
 LOPSIDED = 1.5
 """Chosen answers that many times as long as rejected ones are warned of, and as many times more answers of one kind: a
 judgement, not a measurement."""
@@ -29,12 +31,12 @@ class Pairs(BaseModel):
         """What is wrong with them, and what to change."""
         if self.equal:
             yield (
-                f"in {self.equal:,} pairs both answers are the same tokens, and they are left out",
+                f"in {count_text(self.equal, 'pair')} both answers are the same tokens, and they are left out",
                 "remove them, or raise `batch.seq_len` if answers are cut before they differ",
             )
         if self.apart:
             yield (
-                f"in {self.apart:,} pairs the two answers follow different prompts",
+                f"in {count_text(self.apart, 'pair')} the two answers follow different prompts",
                 "give both the same one: which answer is likelier does not tell then which is better",
             )
         if self.chosen_tokens > LOPSIDED * self.rejected_tokens > 0:
@@ -74,14 +76,15 @@ class Prompts(BaseModel):
         if self.repeated:
             yield (
                 "warning",
-                f"{self.repeated:,} prompts are those of other rows, too",
+                f"{count_text(self.repeated, 'prompt is that', 'prompts are those')} of other rows, too",
                 "remove them: they count more often than others",
             )
         if self.needs_reference and self.without_reference:
             level = "fatal" if self.without_reference > rows / 2 else "warning"
+            have = "has" if self.without_reference == 1 else "have"
             yield (
                 level,
-                f"{self.without_reference:,} of {rows:,} rows have no reference, and no answer to them can be right",
+                f"{self.without_reference:,} of {rows:,} rows {have} no reference, and no answer to them can be right",
                 "remove them, or name the column of the reference: 'data.columns={answer: NAME}'",
             )
         if self.several_numbers:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from toolkit.common import UserError
+from toolkit.common import UserError, count_text
 from toolkit.data.answers import Pairs, Prompts, Verdicts
 from toolkit.data.classes import Classes
 from toolkit.data.related import Texts
@@ -212,13 +212,13 @@ def in_sentences(audit: Audit) -> list[str]:
         carried = "each has one label"
     if train.texts:
         carried = f"each of their {train.texts.of_row} texts has a vector"
-    texts = [f"{train.rows:,} rows of {train.tokens:,} tokens are trained on; {carried}."]
+    texts = [f"{count_text(train.rows, 'row')} of {train.tokens:,} tokens {_are(train.rows)} trained on; {carried}."]
     if train.prompts:
-        texts = [f"{train.rows:,} prompts of {train.tokens:,} tokens are asked."]
+        texts = [f"{count_text(train.rows, 'prompt')} of {train.tokens:,} tokens {_are(train.rows)} asked."]
         texts.append(train.prompts.in_a_sentence(train.rows))
     if held_out:
-        what = "prompts" if held_out.prompts else "rows"
-        texts.append(f"{held_out.rows:,} {what} of {held_out.tokens:,} tokens are held out for evaluation.")
+        rows = count_text(held_out.rows, "prompt" if held_out.prompts else "row")
+        texts.append(f"{rows} of {held_out.tokens:,} tokens {_are(held_out.rows)} held out for evaluation.")
     if train.pairs and train.rows:
         texts.append(train.pairs.in_a_sentence(train.rows))
     if train.verdicts and train.rows:
@@ -229,7 +229,8 @@ def in_sentences(audit: Audit) -> list[str]:
         texts += train.texts.in_sentences(train.rows)
     texts.append(_cut(audit))
     learnt = "text or no label" if train.classes else "text of its own" if train.texts else "trained token"
-    empty = f"{audit.untrained_rows:,} rows have no {learnt} and are left out."
+    empty = count_text(audit.untrained_rows, "row has", "rows have")
+    empty += f" no {learnt} and {_are(audit.untrained_rows)} left out."
     if audit.untrained_rows or not train.prompts:
         whole = f"Every row has a {'label' if train.classes else 'token to train'}."
         whole = "Every row has all its texts." if train.texts else whole
@@ -237,7 +238,10 @@ def in_sentences(audit: Audit) -> list[str]:
     ends = train.stop_trained_rows / max(train.rows, 1)
     if audit.objective not in HEADED and not train.prompts:
         texts.append(f"The stop token is trained in {'every row' if ends == 1 else f'{ends:.1%} of the rows'}.")
-    repeated = f"{audit.duplicates:,} rows repeat an earlier one and are {'dropped' if audit.deduplicate else 'kept'}"
+    repeated = (
+        count_text(audit.duplicates, "row repeats", "rows repeat") + f" an earlier one and {_are(audit.duplicates)} "
+    )
+    repeated += "dropped" if audit.deduplicate else "kept"
     both = (
         f"{audit.in_train_and_eval or 'no'} held-out row{'s are' if audit.in_train_and_eval > 1 else ' is'} trained on"
     )
@@ -245,7 +249,8 @@ def in_sentences(audit: Audit) -> list[str]:
     needed = "" if audit.chat_template.needed else ", and these rows do not need one"
     texts.append(f"The chat template is {audit.chat_template.source}{needed}.")
     if packing := audit.packing:
-        texts.append(f"The rows are packed into {packing.rows:,} sequences, which are {packing.efficiency:.1%} full.")
+        packed = count_text(packing.rows, "sequence, which is", "sequences, which are")
+        texts.append(f"The rows are packed into {packed} {packing.efficiency:.1%} full.")
     if audit.scope:
         texts.append(f"These are figures of {audit.scope} only: the data is streamed.")
     return texts
@@ -259,9 +264,19 @@ def _cut(audit: Audit) -> str:
         for name, side in sides
         if side and side.over_long.rows
     ]
+    number = sum(side.over_long.rows for _, side in sides if side)
     limit = f"longer than {audit.train.over_long.seq_len:,} tokens"
     if not parts:
         return f"No row is {limit}."
-    effects = {"drop": "are left out", "truncate": "lose their ends", "split": "are cut into several"}
+    effects = {
+        "drop": ("is left out", "are left out"),
+        "truncate": ("loses its end", "lose their ends"),
+        "split": ("is cut into several", "are cut into several"),
+    }
     action = audit.train.over_long.action
-    return f"{' and '.join(parts)} are {limit} and {effects.get(action, 'stop the run')} (data.over_long: {action})."
+    effect = effects.get(action, ("stops the run", "stop the run"))[number != 1]
+    return f"{' and '.join(parts)} {_are(number)} {limit} and {effect} (data.over_long: {action})."
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"

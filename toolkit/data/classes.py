@@ -12,6 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from toolkit.common import count_text
 from toolkit.data.labelled import content_of, in_order
 from toolkit.data.rows import Tagged, from_json
 
@@ -71,7 +72,8 @@ class Classes(BaseModel):
         if self.contradicting:
             yield (
                 False,
-                f"{self.contradicting:,} rows have a text that stands elsewhere with another label",
+                count_text(self.contradicting, "row has", "rows have")
+                + " a text that stands elsewhere with another label",
                 "decide on one label for each text, or remove these rows",
             )
         if not held_out:
@@ -85,8 +87,13 @@ class Classes(BaseModel):
         """Of held-out rows: what is wrong with them, and what to change."""
         if unknown := self.unknown:
             names = ", ".join(map(repr, [*unknown][:5])) + (" …" if len(unknown) > 5 else "")
-            what = f"{sum(unknown.values()):,} held-out labels are of classes that no training row has: {names}"
-            yield f"{what}; they are left out", "add such rows to the training data, or remove these"
+            number = sum(unknown.values())
+            labels = count_text(number, "held-out label is", "held-out labels are")
+            what = f"{labels} of classes that no training row has: {names}"
+            yield (
+                f"{what}; {'it is' if number == 1 else 'they are'} left out",
+                "add such rows to the training data, or remove these",
+            )
 
     def in_a_sentence(self, of_words: bool) -> str:
         """How the labels are spread."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.common import count_text
 from toolkit.data.audit import Audit, Problem, Side
 from toolkit.recipe import Recipe
 from toolkit.recipe.heads import HEADED
@@ -25,20 +26,22 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
     seen = train.rows + untrained
     action = train.over_long.action
     learnt = "text or no label" if train.classes else "text of its own" if train.texts else "trained token"
+    have, are = ("has", "is") if untrained == 1 else ("have", "are")
     check_settings = "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`"
     if not train.rows:
         if untrained and not train.untrained_rows:
             check_settings = f"end rows with the answer to learn, or {check_settings}"
-        left_out = f"{untrained:,} rows have no {learnt}, {train.over_long.rows:,} are too long"
+        left_out = f"{count_text(untrained, 'row has', 'rows have')} no {learnt}, "
+        left_out += count_text(train.over_long.rows, "is too long", "are too long")
         alike = f", both answers of {train.pairs.equal:,} are the same" if train.pairs and train.pairs.equal else ""
         yield Problem("fatal", f"no usable row: {left_out} (`data.over_long: {action}`){alike}", check_settings)
     elif untrained > MIN_UNTRAINED_FATAL * seen:
         why = "no text, or no known class" if train.classes else "no answer, or it was cut off"
         why = "a text is missing, or is the other" if train.texts else why
-        what = f"{untrained:,} of {seen:,} rows have no {learnt} ({why})"
+        what = f"{untrained:,} of {seen:,} rows {have} no {learnt} ({why})"
         yield Problem("fatal", what, check_settings)
     elif untrained:
-        what = f"{untrained:,} of {seen:,} rows have no {learnt} and are left out"
+        what = f"{untrained:,} of {seen:,} rows {have} no {learnt} and {are} left out"
         yield Problem("warning", what, "fill or remove them")
     if train.prompts:
         yield from (Problem(level, *each) for level, *each in train.prompts.problems(train.rows))  # type: ignore[arg-type]
@@ -96,44 +99,51 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
                 "swap the answers of these rows or remove them: they teach what is not wanted",
             )
         if source.empty_turns:
+            rows_of = count_text(source.empty_turns, "row")
             yield Problem(
                 "warning",
-                f"in {source.empty_turns:,} rows of {source.path} a turn that is trained says nothing, so the model "
-                "would learn to end its turn at once",
+                f"in {rows_of} of {source.path} a turn that is trained says nothing, so the model would learn to end "
+                "its turn at once",
                 "remove these turns or rows, or set `train: false` in these messages",
             )
         if source.missing_values:
+            rows_of = count_text(source.missing_values, "row")
             yield Problem(
                 "warning",
-                f"in {source.missing_values:,} rows of {source.path} what is learnt is `nan`, which is what pandas "
-                "writes for a missing value",
+                f"in {rows_of} of {source.path} what is learnt is `nan`, which is what pandas writes for a missing "
+                "value",
                 "remove these rows, or write the file without turning missing values into text",
             )
         if source.placeholders:
             yield Problem(
                 "warning",
-                f"{source.placeholders:,} rows of {source.path} have a placeholder of a picture, sound or film "
-                "(such as <image>), which is trained as plain text",
+                count_text(source.placeholders, f"row of {source.path} has", f"rows of {source.path} have")
+                + " a placeholder of a picture, sound or film (such as <image>), which is trained as plain text",
                 "remove these rows: their answers describe what the model does not see",
             )
     if audit.duplicates and not audit.deduplicate:
-        yield Problem("warning", f"{audit.duplicates:,} rows repeat an earlier row", "set `data.deduplicate: true`")
+        yield Problem(
+            "warning",
+            f"{count_text(audit.duplicates, 'row repeats', 'rows repeat')} an earlier row",
+            "set `data.deduplicate: true`",
+        )
     if audit.in_train_and_eval:
         yield Problem(
             "warning",
-            f"{audit.in_train_and_eval:,} held-out rows are also trained on, so the held-out loss is too low",
+            count_text(audit.in_train_and_eval, "held-out row is", "held-out rows are")
+            + " also trained on, so the held-out loss is too low",
             "remove them from one side, or hold a fraction out with `data.eval_split: 0.05`",
         )
     if merged := train.boundary_merged_rows:
         yield Problem(
             "warning",
-            f"in {merged:,} rows one token holds the end of the prompt and the start of the answer",
+            f"in {count_text(merged, 'row')} one token holds the end of the prompt and the start of the answer",
             "end prompts with a line break, or start completions with a space",
         )
     if lost := train.prompt_lost_rows:
         yield Problem(
             "warning",
-            f"in {lost:,} rows the chat template leaves out the system message, tools, or texts of "
+            f"in {count_text(lost, 'row')} the chat template leaves out the system message, tools, or texts of "
             "`chat_template_kwargs`",
             "set `model.chat_template` to a template that writes them, or move them into the first user message",
         )
@@ -159,8 +169,9 @@ def check_batch(audit: Audit, global_batch_size: int) -> Audit:
     rows = (audit.packing or audit.train).rows
     if audit.scope or rows >= global_batch_size:
         return audit
-    unit, or_else = ("sequences", ", or set `data.packing: false`") if audit.packing else ("rows", "")
-    what = f"{rows:,} training {unit} do not fill one global batch of {global_batch_size:,}"
+    unit, or_else = ("sequence", ", or set `data.packing: false`") if audit.packing else ("row", "")
+    few = count_text(rows, f"training {unit} does", f"training {unit}s do")
+    what = f"{few} not fill one global batch of {global_batch_size:,}"
     problem = Problem("warning", what, f"lower `batch.global_batch_size`{or_else}")
     return audit.model_copy(update={"problems": [*audit.problems, problem]})
 
@@ -181,19 +192,20 @@ def with_settings(audit: Audit, recipe: Recipe) -> Audit:
 
 def _over_long(name: str, side: Side, kinds: list[str]) -> Iterator[Problem]:
     """What there is to say about rows longer than `batch.seq_len`."""
-    seq_len, action = side.over_long.seq_len, side.over_long.action
+    seq_len, action, long = side.over_long.seq_len, side.over_long.action, side.over_long.rows
     if action == "split" and kinds == ["Text"]:
         return
     lengths = side.lengths.percentiles
     what = (
-        f"{side.over_long.rows:,} of {side.seen_rows:,} {name} rows are longer than `batch.seq_len: {seq_len}`, "
+        f"{long:,} of {side.seen_rows:,} {name} rows {'is' if long == 1 else 'are'} longer than "
+        f"`batch.seq_len: {seq_len}`, "
         f"the longest has {lengths['max']:,} tokens ({side.longest})"
     )
     change = f"raise `batch.seq_len` (99% of the rows have at most {lengths['p99']:,} tokens)"
     if side.prompts:
         what = (
             f"`rollout.max_completion_tokens` leaves {seq_len:,} tokens to a prompt in `batch.seq_len`, and "
-            f"{side.over_long.rows:,} of {side.seen_rows:,} {name} prompts are longer, the longest with "
+            f"{long:,} of {side.seen_rows:,} {name} prompts {'is' if long == 1 else 'are'} longer, the longest with "
             f"{lengths['max']:,} tokens ({side.longest})"
         )
         change = f"raise `batch.seq_len` (99% of the prompts have at most {lengths['p99']:,} tokens without an answer)"

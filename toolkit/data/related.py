@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from toolkit.common import UserError
+from toolkit.common import UserError, count_text
 from toolkit.data.columns import EMPTY, by_lower_case, mapping_text, parsed
 from toolkit.data.labelled import PAIRS_OF_TEXTS, check_format
 from toolkit.data.rows import Related
@@ -215,13 +215,14 @@ class Texts(BaseModel):
         if self.equal:
             yield (
                 False,
-                f"{self.equal:,} rows have the same text as anchor and positive, and are left out",
+                count_text(self.equal, "row has", "rows have") + " the same text as anchor and positive: left out",
                 "remove them: they teach nothing",
             )
         if self.own_negatives:
             yield (
                 False,
-                f"{self.own_negatives:,} rows name their own positive among their negatives, where it does not count",
+                count_text(self.own_negatives, "row names its", "rows name their")
+                + " own positive among the negatives, where it does not count",
                 "correct these rows",
             )
         if self.scores is None and self.shared_positives > rows / 2:

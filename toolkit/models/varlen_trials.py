@@ -259,6 +259,5 @@ def _wait(where: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    own_process.end_with_parent()
     name, attention, device = json.loads(sys.argv[1])
     print(json.dumps(dataclasses.asdict(trial(name, Documents(**attention), torch.device(device)))))

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from toolkit.common import UserError
+from toolkit.common import UserError, seconds_text
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.layouts import FREE, fewest
 from toolkit.planner.plan import Advice, Kind, Plan
@@ -266,7 +266,7 @@ def _compared(each: Candidate, asked: Candidate, worse: bool = False) -> Iterato
     new, old = each.seconds, asked.seconds
     if differs(new, old):
         times = f"{new / old:.2f} times as long" if worse else f"{old / new:.2f} times as fast"
-        yield f"{times}: {_three_digits(new)} s a step instead of {_three_digits(old)}"
+        yield f"{times}: {seconds_text(new)} a step instead of {seconds_text(old)}"
     if differs(each.cost, asked.cost) and each.plan.devices != asked.plan.devices:
         yield f"{abs(1 - each.cost / asked.cost):.0%} {'more' if worse else 'less'} device time per token"
     for new, old, what in (
@@ -277,11 +277,6 @@ def _compared(each: Candidate, asked: Candidate, worse: bool = False) -> Iterato
         if differs(new, old) and abs(new - old) > _GIB / 10 and (worse or asked.fits != "no"):
             more = f"{abs(new - old) / _GIB:.1f} GiB {'more' if worse else 'less'} {what}"
             yield f"{more} ({new / _GIB:.1f} instead of {old / _GIB:.1f})"
-
-
-def _three_digits(seconds: float) -> str:
-    """Without an exponent where it would need one."""
-    return f"{seconds:,.0f}" if seconds >= 999.5 else f"{seconds:.3g}"
 
 
 def _notes(changes: Changes) -> Iterator[str]:

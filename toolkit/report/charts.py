@@ -12,8 +12,9 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 MAX_POINTS = 1000
@@ -32,7 +33,7 @@ class Series:
     """One line of a chart: a value at each of rising positions. Values that are not finite are marked, not drawn.
 
     Args:
-        number: Which of several lines of equal standing it is, for a colour of its own; 0 where the style says all.
+        number: Which of several lines of equal standing it is, for a colour of its own; 0 has `chart` choose.
     """
 
     label: str
@@ -82,7 +83,7 @@ def chart(
         may_log: Whether a logarithmic axis is used when a few values tower over the rest.
         form: Text of a tick and of a value under the pointer.
     """
-    series = [line for line in series if len(line.x)]
+    series = _told_apart([line for line in series if len(line.x)])
     if not series:
         return {"title": title, "lines": []}
     xs = [x for line in series for x in (line.x[0], line.x[-1])]
@@ -91,7 +92,7 @@ def chart(
     broken = {x for line in series for x, y in zip(line.x, line.y, strict=True) if not _drawable(y)}
     legend: list[tuple[str, str]] = [(line.look, line.label) for line in series] if len(series) > 1 else []
     if broken:
-        legend.append(("broken", f"{_steps_text(broken)} without a finite value"))
+        legend.append(("broken", f"{steps_text(broken)} without a finite value"))
     if y_axis.log:
         legend.append(("", "logarithmic"))
     ticks = zip(y_axis.ticks, _tick_texts(y_axis.ticks, form), strict=True)
@@ -101,11 +102,19 @@ def chart(
         "rows": [((1 - y_axis.position(tick)) * height, text) for tick, text in ticks],
         "columns": [(x_axis.position(tick) * 100, f"{tick:,.0f}") for tick in x_axis.ticks],
         "lines": [_line(line, x_axis, y_axis, height) for line in series],
-        "broken": [mark / MAX_MARKS * 100 for mark in sorted({round(x_axis.position(x) * MAX_MARKS) for x in broken})],
+        "broken": _marks([x_axis.position(x) for x in sorted(broken)]),
         "legend": legend,
         "pointer": _pointer_data(series, x_axis, form),
         "spoken": _spoken(title, series, form),
     }
+
+
+def _told_apart(series: Sequence[Series]) -> list[Series]:
+    """With a colour of its own for each where several lines would look alike."""
+    alike = {style for style, count in Counter(line.style for line in series).items() if count > 1}
+    if not alike or any(line.number for line in series):
+        return [*series]
+    return [replace(line, number=at) if line.style in alike else line for at, line in enumerate(series, start=1)]
 
 
 def _line(line: Series, x_axis: Axis, y_axis: Axis, height: int) -> dict[str, Any]:
@@ -116,6 +125,12 @@ def _line(line: Series, x_axis: Axis, y_axis: Axis, height: int) -> dict[str, An
     ]
     dots = points[:: max(len(points) // MAX_MARKS, 1)] if line.style == "points" or len(points) <= FEW_POINTS else []
     return {"style": line.look, "path": _path(points), "dots": [point for point in dots if _drawable(point[1])]}
+
+
+def _marks(positions: Sequence[float]) -> list[float]:
+    """Where values are missing, in percent of the width: of marks that would overlap, the first."""
+    first = {int(each * MAX_MARKS): each for each in reversed(positions)}
+    return [each * 100 for each in sorted(first.values())]
 
 
 def downsample(x: Sequence[float], y: Sequence[float], limit: int = MAX_POINTS) -> list[tuple[float, float]]:
@@ -241,7 +256,8 @@ def _spoken(title: str, series: Sequence[Series], form: Callable[[float], str]) 
     return f"{title}: {', '.join(parts) or 'no finite value'}"
 
 
-def _steps_text(steps: set[float]) -> str:
+def steps_text(steps: Set[float]) -> str:
+    """The first of some steps, and how many more there are: `steps 3, 5, 8 and 2 more`."""
     ordered = sorted(steps)
     more = f" and {len(ordered) - 3:,} more" if len(ordered) > 3 else ""
     return f"step{'s' if len(ordered) > 1 else ''} {', '.join(f'{step:,.0f}' for step in ordered[:3])}{more}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.text import Text
 
-from toolkit.common import bytes_text, compact, duration, perplexity_of, perplexity_text, table
+from toolkit.common import bytes_text, compact, duration, perplexity_of, perplexity_text, seconds_text, table
 from toolkit.recipe.dotted import inline, parts
 from toolkit.recipe.files import read
 from toolkit.report import page, plan_view
@@ -85,7 +85,8 @@ def compare(runs: Sequence[Path]) -> Comparison:
         "data and model": _different([_inputs(record) for record in records]),
         "versions": _different([each.versions for each in manifests]),
         "machine": _different([_machine(each) for each in manifests]),
-        "chosen by auto": _different([each.chosen for each in manifests]),
+        # Without the reasons, whose figures are measured anew for each run.
+        "chosen by auto": _different([{k: v.partition(": ")[0] for k, v in each.chosen.items()} for each in manifests]),
     }
     return Comparison(
         records,
@@ -269,7 +270,7 @@ def _results(records: Sequence[Record], order: Leading) -> list[Row]:
         _figures(
             "time of a step",
             [_or_nan(record.speed.median if record.speed else None) for record in records],
-            plan_view.seconds_text,
+            seconds_text,
         ),
         _figures("time", [_or_nan(record.train_seconds) for record in records], duration),
         _figures(

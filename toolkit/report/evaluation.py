@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pydantic import BaseModel
 from rich.text import Text
 
-from toolkit.common import table
+from toolkit.common import count_text, table
 
 FILE = "evaluation.json"
 ROWS = "evaluation.jsonl"
@@ -113,10 +113,8 @@ class Task(BaseModel):
     def sentence(self) -> str:
         """How it was measured."""
         form = "as conversations" if self.chat_template else "as plain text"
-        return (
-            f"{self.name}: {self.samples:,} of {self.of_samples:,} samples, {self.num_fewshot} examples in each "
-            f"prompt, {form}."
-        )
+        shown = count_text(self.num_fewshot, "example")
+        return f"{self.name}: {self.samples:,} of {self.of_samples:,} samples, {shown} in each prompt, {form}."
 
 
 class Evaluation(BaseModel):

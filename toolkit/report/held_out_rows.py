@@ -48,7 +48,7 @@ class Estimate(NamedTuple):
         """`+0.0123` and `± 0.0045`, of as many digits as say something of the interval, four at least."""
         known = math.isfinite(self.half) and self.half > 0
         digits = max(4, min(8, 1 - math.floor(math.log10(self.half)))) if known else 4
-        return f"{self.value:{sign}.{digits}f}", "± ?" if math.isnan(self.half) else f"± {self.half:.{digits}f}"
+        return f"{self.value:{sign}z.{digits}f}", "± ?" if math.isnan(self.half) else f"± {self.half:.{digits}f}"
 
 
 def per_count(sums: ArrayLike, counts: ArrayLike) -> Estimate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.common import count_text, seconds_text
 from toolkit.planner.plan import Plan, Refused
 from toolkit.report import page
 from toolkit.report import plan_view as view
@@ -87,11 +88,11 @@ def _tiles(plan: Plan) -> list[Tile]:
             (f"{margin}; {unit.text(memory.total.low)} to {unit.text(memory.total.high)} expected",),
             main=True,
         ),
-        Tile("A step", view.seconds_text(work.step_seconds.value), (view.shares_text(plan),)),
+        Tile("A step", seconds_text(work.step_seconds.value), (view.shares_text(plan),)),
         Tile("Tokens per second", view.compact(work.tokens_per_second), (f"MFU {work.mfu:.1%}",)),
     ]
     if work.total_seconds is not None and work.steps is not None:
-        tiles.append(Tile("In all", view.duration(work.total_seconds.value), (f"{work.steps:,} steps",)))
+        tiles.append(Tile("In all", view.duration(work.total_seconds.value), (count_text(work.steps, "step"),)))
     if work.gpu_hours is not None:
         note = (f"of {plan.devices} devices",) if plan.devices > 1 else ()
         tiles.append(Tile(view.hours_name(plan), view.number_text(work.gpu_hours), note))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit.common import byte_unit, bytes_text, compact, duration
+from toolkit.common import byte_unit, bytes_text, compact, count_text, duration, seconds_text
 from toolkit.planner.plan import OVERHEAD, PARTS, PHASES, Advice, Memory, Plan, Range, Refused, Served, Work
 from toolkit.planner.speed.communication import HOST, NVME
 
@@ -186,7 +186,7 @@ def work_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("the run", "unknown length: prepare the data (toolkit data) or set schedule.max_steps"))
     else:
         tokens = f", {compact(work.tokens)} tokens ({work.tokens_from})" if work.tokens is not None else ""
-        rows.append(("the run", f"{work.steps:,} steps{tokens}"))
+        rows.append(("the run", f"{count_text(work.steps, 'step')}{tokens}"))
         rows.append(("time", _range_text(work.total_seconds, duration)))
         if work.saves:
             rows.append(("checkpoints", f"{work.saves}, training waits {seconds_text(work.save_seconds)} for each"))
@@ -305,14 +305,6 @@ def shares_text(plan: Plan) -> str:
 def hours_name(plan: Plan) -> str:
     """What is paid for: hours of a device."""
     return "device-hours" if plan.hardware.startswith("cpu") else "GPU-hours"
-
-
-def seconds_text(seconds: float) -> str:
-    """A short time: `12.3 ms`, `3.21 s`, `2m 05s`."""
-    if seconds >= 59.95:
-        return duration(seconds)
-    size, name = (1.0, "s") if seconds >= 0.9995 else (1e-3, "ms") if seconds >= 0.9995e-3 else (1e-6, "µs")
-    return f"{f'{seconds / size:#.3g}'.rstrip('.')} {name}"
 
 
 def flops_text(flops: float) -> str:

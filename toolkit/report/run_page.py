@@ -18,13 +18,23 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from toolkit.common import UserError, bytes_text, compact, duration, perplexity_of, perplexity_text
+from toolkit.common import (
+    UserError,
+    bytes_text,
+    compact,
+    count_text,
+    duration,
+    perplexity_of,
+    perplexity_text,
+    seconds_text,
+)
 from toolkit.data.audit import Audit, in_sentences
 from toolkit.files import write_atomically
 from toolkit.planner.plan import Plan, Range
 from toolkit.recipe.files import read
 from toolkit.recipe.load import load_resolved
 from toolkit.report import page, plan_page, plan_view, run_view
+from toolkit.report.charts import steps_text
 from toolkit.report.class_tables import class_tables
 from toolkit.report.evaluation import HEADS
 from toolkit.report.load import Manifest, Measured, Record, finite, number, read_run
@@ -93,7 +103,9 @@ def percent_change(before: float, after: float) -> str:
 def _lead(record: Record) -> list[str]:
     manifest = record.manifest
     steps = record.training[-1]["step"] if record.training else 0
-    lead = [f"{steps:,} of {manifest.total_steps:,} steps" if manifest.total_steps else f"{steps:,} steps"]
+    lead = [
+        f"{steps:,} of {count_text(total, 'step')}" if (total := manifest.total_steps) else count_text(steps, "step")
+    ]
     if tokens := finite(record.training, "tokens"):
         lead.append(f"{compact(tokens[-1])} tokens")
     if manifest.started:
@@ -141,7 +153,9 @@ def _when(time: str) -> str:
 
 
 def _notices(record: Record) -> list[str]:
-    notices = list(record.problems)
+    notices, error = list(record.problems), record.manifest.error
+    if error and record.manifest.status == "failed":
+        notices.insert(0, f"The run failed: {' — '.join(map(str.strip, error.splitlines()))}")
     if not record.manifest.model_fields_set:
         notices.append("This folder has no readable manifest.json: what ran here is not known.")
     for row in record.training:
@@ -152,9 +166,9 @@ def _notices(record: Record) -> list[str]:
         notices += [f"At step {row['step']:,}: {text}." for text in texts if text]
     for key, what in (("loss", "training loss"), ("grad_norm", "gradient norm")):
         values = [(row["step"], number(row.get(key))) for row in record.training]
-        broken = [step for step, value in values if value is not None and not math.isfinite(value)]
+        broken = {step for step, value in values if value is not None and not math.isfinite(value)}
         if broken:
-            notices.append(f"The {what} was not finite at {len(broken):,} steps, first at step {broken[0]:,}.")
+            notices.append(f"The {what} was not finite at {steps_text(broken)}.")
     return notices
 
 
@@ -248,8 +262,8 @@ def _planned(plan: Plan, measured: Measured) -> dict[str, Any] | None:
         ("memory allocated", memory.allocated, None, "allocated", bytes_text),
         ("memory reserved", memory.reserved.value, memory.reserved, "reserved", bytes_text),
         ("host RAM", plan.host.peak, host, "host", bytes_text),
-        ("time of a step", work.step_seconds.value, work.step_seconds, "step_seconds", plan_view.seconds_text),
-        ("wait for a checkpoint", work.save_seconds, None, "save_seconds", plan_view.seconds_text),
+        ("time of a step", work.step_seconds.value, work.step_seconds, "step_seconds", seconds_text),
+        ("wait for a checkpoint", work.save_seconds, None, "save_seconds", seconds_text),
         ("time in all", whole.value if whole else None, whole, "total_seconds", duration),
         ("tokens", work.tokens, None, "tokens", compact),
         ("energy", work.energy_kwh, None, "energy_kwh", plan_view.energy_text),

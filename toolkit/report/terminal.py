@@ -17,7 +17,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from toolkit.common import LINES, compact, duration, fitted, perplexity_of, perplexity_text, printable, table
+from toolkit.common import (
+    LINES,
+    compact,
+    count_text,
+    duration,
+    fitted,
+    perplexity_of,
+    perplexity_text,
+    printable,
+    table,
+)
 from toolkit.data.rows import Sample
 
 PLAIN_LINE_SECONDS = 10.0
@@ -62,7 +72,7 @@ class Progress:
             self._redraw(force=True)
         else:
             resumed = f", resumed at step {step:,}" if step else ""
-            self.message(f"Training: {total_steps:,} steps{resumed}")
+            self.message(f"Training: {count_text(total_steps, 'step')}{resumed}")
 
     def update(
         self,

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import torch
 
-from toolkit.common import UserError
+from toolkit.common import UserError, bytes_text, count_text
 from toolkit.data.collate import IGNORE
 from toolkit.data.prepare import prepare
 from toolkit.distributed.engines import dtypes
@@ -113,8 +113,8 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
     build_new(output, write, "--output")
     text = (
         f"merged into {output}\n"
-        f"proof: {proof['rows']} rows, {proof['tokens']} tokens: logits equal to {proof['distance']:.1e} of the "
-        f"largest in fp32 (allowed {proof['tolerance']:.0e}; "
+        f"proof: {count_text(proof['rows'], 'row')}, {proof['tokens']:,} tokens: "
+        f"logits equal to {proof['distance']:.1e} of the largest in fp32 (allowed {proof['tolerance']:.0e}; "
         f"{'adapters move' if len(runs) > 1 else 'the adapter moves'} them by {proof['effect']:.1e}); "
         f"rounded to {proof['saved_dtype']}: {proof['distance_as_saved']:.1e}, read back from the files as rounded"
     )
@@ -229,11 +229,11 @@ def place_for(adapted: Any, logits: int) -> tuple[torch.device, str]:
     adapters = sum(each.numel() for each in adapted.parameters() if not each.is_meta)
     held = 4 * (adapters + logits) + 2 * max(SHARD, 4 * largest)
     free = min(psutil.virtual_memory().available, ram())
-    text = f"merging layer by layer takes {computing / 1e9:.2f} GB to compute and {held / 1e9:.2f} GB of the host"
-    shown = f"{free / 1e9:.2f} GB free on the host"
+    text = f"merging layer by layer takes {bytes_text(computing)} to compute and {bytes_text(held)} of the host"
+    shown = f"{bytes_text(free)} free on the host"
     on_gpu = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     if on_gpu:
-        shown = f"{on_gpu / 1e9:.2f} GB free on the GPU, {shown}"
+        shown = f"{bytes_text(on_gpu)} free on the GPU, {shown}"
     if computing <= on_gpu and held <= free:
         return torch.device("cuda"), f"{text}; {shown}: merged on the GPU"
     if computing + held <= free:

@@ -17,9 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
-from toolkit.common import table
+from toolkit.common import seconds_text, table
 from toolkit.report.load import WARM_UP_STEPS
-from toolkit.report.plan_view import seconds_text
 from toolkit.train.session import Session
 from toolkit.train.trainer import WAITING
 

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from toolkit.common import UserError, bytes_text, in_a_line
+from toolkit.common import UserError, bytes_text, count_text, in_a_line
 from toolkit.recipe.load import load_resolved
 from toolkit.report.card import is_hub_id
 from toolkit.train.export import final_model
@@ -61,7 +61,10 @@ def push(
         owner = api.whoami()["name"]
         files = sorted(file for file in final.rglob("*") if file.is_file())
         size = bytes_text(sum(file.stat().st_size for file in files))
-        say(f"{len(files)} files, {size}, under {terms}, as {owner} to {repository}: " + _names(final, files))
+        say(
+            f"{count_text(len(files), 'file')}, {size}, under {terms}, as {owner} to {repository}: "
+            + _names(final, files)
+        )
         card.save(final / "README.md")
         api.create_repo(repository, private=not public, exist_ok=True)
         if branch:

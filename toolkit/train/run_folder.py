@@ -149,7 +149,7 @@ class RunFolder:
         while self._waiting:
             self._waiting.pop(0)()
         self.update_manifest(
-            name=loaded.name,
+            name=self.path.name,
             command=" ".join(["python", shlex.join(sys.argv)]),
             started=before.started or now(),
             restarts=int(os.environ.get("TOOLKIT_RESTARTS", 0)),

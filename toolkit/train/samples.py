@@ -9,6 +9,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
+from toolkit.common import count_text
 from toolkit.data.rows import Sample
 from toolkit.files import read_file, set_aside, write_json
 from toolkit.train.evaluate import CannotGenerate, as_prompt, session_answers
@@ -45,7 +46,7 @@ class Samples(TrainerCallback):
             broadcast_object_list(box)
             self.rows = box[0]
         if any(row.before is None for row in self.rows):
-            _log.info("Answering %d prompts before training", len(self.rows))
+            _log.info("Answering %s before training", count_text(len(self.rows), "prompt"))
             self.answer("before")
 
     def _read_back(self) -> list[Sample]:

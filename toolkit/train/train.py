@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from toolkit.common import duration, first_line, table
+from toolkit.common import UserError, duration, first_line, table
 from toolkit.distributed import compiled_ops
 from toolkit.distributed.layout import World
 from toolkit.distributed.nvme import swap_folder
@@ -187,13 +187,20 @@ def _not_collected() -> Iterator[None]:
 
 
 def _failed(folder: RunFolder, error: BaseException) -> None:
-    """Notes what ended the run. The disk may be full, and the first error must not be hidden by a second one."""
+    """Notes what ended the run, also in its report. The disk may be full, and the first error must not be hidden by a
+    second one."""
     if not folder.accepted or folder.manifest().status == "finished":
         return  # It is an earlier start's.
     reason = unwritable(folder.path, error)
     with contextlib.suppress(OSError):
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        folder.end(status, error=f"{type(error).__name__}: {reason or error}")
+        # A user's own error needs no name of a class.
+        said = str(reason or error) if reason or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        folder.end(status, error=said)
+    # Who stops at once does not wait for a page, and before anything is measured another recipe may take the folder.
+    if isinstance(error, Exception) and (folder.path / "metrics.jsonl").is_file():
+        with contextlib.suppress(Exception):
+            write_report(folder.path)
 
 
 def interrupted(session: Session, callbacks: Callbacks, saved: str = "a checkpoint") -> None:
@@ -320,7 +327,7 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
             text += f" (perplexity {perplexity:.2f})"
         if evaluator.first:
             before = evaluator.first["eval_loss"]
-            change = f", {(last - before) / before:+.1%}" if before > 0 else ""
+            change = f", {(last - before) / before:+z.1%}" if before > 0 else ""
             text = f"{before:.4f} -> {text}{change}"
         rows += [("held-out before", reward_text(evaluator.first))] if rewards and evaluator.first else []
         rows.append(("held-out after", rewards) if rewards else ("held-out loss", text))
