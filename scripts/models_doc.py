@@ -48,8 +48,14 @@ from toolkit.recipe import compilation, model_configs
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
-CAUSAL = list(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+CAUSAL = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 ENCODER_DECODERS = list(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _of_three_axes(sections: list[int], **more: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections, **more}
+    return {"text_config": {"rope_parameters": rope}}
+
 
 _UNSTATED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -61,6 +67,10 @@ _UNSTATED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 4},
     "xmod": {"default_language": "en_XX"},
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _of_three_axes([16, 24, 24])),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _of_three_axes([24, 20, 20])),
+    **dict.fromkeys(("glm4v", "glm46v"), _of_three_axes([8, 12, 12], partial_rotary_factor=0.5)),
+    "ernie4_5_vl_moe": _of_three_axes([22, 22, 20]),
 }
 """What a config class leaves out that every published config states."""
 
@@ -370,7 +380,8 @@ page.
 - A model that is published in fp8 (`fp8`, `mxfp8`), as gpt-oss is (`mxfp4`) or by compressed-tensors is restored weight
   by weight as it is read. It is trained, planned and saved as one in full, and `method.quantization` stores it as it
   would that. Other forms, such as those of GPTQ and AWQ, are refused.
-- Image and audio towers, and whatever else no text reaches, are not trained by any method and get no adapters.
+- Image and audio towers, and whatever else no text reaches, are not trained by any method and get no adapters. The
+  files that prepare images are copied beside a whole model, so that it still takes them.
 - **compiles**: *yes*: `compile: auto` may compile the layers, because layers that are alike are one graph without a
   break for every length of rows, with equal losses and gradients. Otherwise it leaves them as they are, and
   `compile: layers` warns before it tries, because code leaves the graph (*breaks*), each layer or length has its own

@@ -142,7 +142,10 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
             small[key] = value
     for key in ("rope_parameters", "rope_scaling"):
         if (rope := small.get(key)) and rope.get("mrope_section"):
-            small[key] = {**rope, "mrope_section": _narrowed(rope["mrope_section"], _head_dim(small) / _head_dim(config))}
+            small[key] = {
+                **rope,
+                "mrope_section": _narrowed(rope["mrope_section"], _head_dim(small) / _head_dim(config)),
+            }
     if {"expand", "num_heads", "head_dim"} <= small.keys():  # Mamba-2, whose heads divide the expanded width.
         small["num_heads"] = small["expand"] * _HIDDEN // _HEAD_DIM
     rope, nope = small.get("qk_rope_head_dim"), small.get("qk_nope_head_dim")

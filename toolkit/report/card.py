@@ -17,7 +17,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from toolkit.common import compact, concealed, duration, perplexity_of, perplexity_text
 from toolkit.data.readers import KINDS
-from toolkit.recipe import Recipe
+from toolkit.models.heads import OF_IMAGES
+from toolkit.recipe import Recipe, model_configs
+from toolkit.recipe.config_limits import read_config
 from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
 from toolkit.recipe.preference import PREFERENCES
 from toolkit.report import page
@@ -81,6 +83,14 @@ _METRICS = (
 """Key of an evaluation, the Hub's name of the metric, and ours."""
 
 
+def _auto_class(folder: Path, recipe: Recipe) -> str:
+    """Transformers' class that loads the model, or the base of the adapter."""
+    file = folder / "config.json"
+    config = read_config(file) if file.is_file() else model_configs.config_of(recipe.model)
+    of_images = (config or {}).get("model_type") in OF_IMAGES
+    return _CLASSES.get(recipe.objective, "AutoModelForImageTextToText" if of_images else "AutoModelForCausalLM")
+
+
 def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path:
     """Writes the model card `README.md`.
 
@@ -102,7 +112,7 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
         base_on_hub=is_hub_id(base_model),
         gguf=f", gguf_file={gguf!r}" if gguf else "",
         chat=_is_chat(folder, record, recipe),
-        auto_class=_CLASSES.get(recipe.objective, "AutoModelForCausalLM"),
+        auto_class=_auto_class(folder, recipe),
         labels=record.audit.classes if record.audit else [],
         classes=class_tables(record.result)[:-1] if recipe.classifies else [],
         served=_served(record, recipe, base_model),

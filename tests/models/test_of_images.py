@@ -1,0 +1,96 @@
+"""Models of images and text, which Transformers has no class of for text alone: trained on text, images left alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import models_doc
+import pytest
+import torch
+from harness import losses, write_recipe
+from ranks import ON_CPU, Ranks
+from safetensors.torch import load_file
+from small import LORA, RECIPE
+from tiny import chat_rows, tiny_kind
+from transformers import AutoModelForImageTextToText
+
+from toolkit.cli.main import main as cli
+from toolkit.models.tiny import shrink
+from toolkit.train.main import main
+
+KINDS = ("mistral3", "qwen2_5_vl", "qwen3_vl")
+PROCESSOR = '{"image_processor_type": "PixtralImageProcessor"}'
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("of_images")
+    for kind in KINDS:
+        tiny_kind(models_doc.stated(kind, "sft"), folder / kind)
+        (folder / kind / "preprocessor_config.json").write_text(PROCESSOR, encoding="utf-8")
+    rows = "".join(json.dumps(row) + "\n" for row in chat_rows(20))
+    (folder / "chat.jsonl").write_text(rows, encoding="utf-8")
+    write_recipe(folder, "small", RECIPE)
+    return folder
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, models: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(models)
+    return str(request.param)
+
+
+def of_images(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in weights.items() if "vision" in name or "visual" in name or "projector" in name}
+
+
+def test_text_is_trained_and_the_model_still_takes_images(kind: str) -> None:
+    assert main(["recipe=small", f"model.path={kind}", f"output.name={kind}", "evaluation.num_prompts=1"]) == 0
+    final = Path("runs", kind, "final")
+    _, found = AutoModelForImageTextToText.from_pretrained(final, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    assert (final / "preprocessor_config.json").read_text(encoding="utf-8") == PROCESSOR
+    assert "AutoModelForImageTextToText.from_pretrained" in (final / "README.md").read_text(encoding="utf-8")
+    before, after = (load_file(folder / "model.safetensors") for folder in (Path(kind), final))
+    assert before.keys() == after.keys() and of_images(before)
+    for name, weight in before.items():
+        assert torch.equal(after[name].float(), weight.float()) == (name in of_images(before)), name
+
+
+def test_adapters_are_of_text_alone_and_are_merged(kind: str) -> None:
+    assert main(["recipe=small", f"model.path={kind}", f"output.name={kind}-lora", "max_steps=4", *LORA]) == 0
+    run = Path("runs", f"{kind}-lora")
+    adapted = load_file(run / "final" / "adapter_model.safetensors")
+    assert adapted and not of_images(adapted)
+    assert cli(["merge", str(run)]) == 0
+    proof = json.loads((run / "merged" / "merge_proof.json").read_text(encoding="utf-8"))
+    assert proof["distance"] < 1e-5 < proof["effect"]
+    assert (run / "merged" / "preprocessor_config.json").is_file()
+    AutoModelForImageTextToText.from_pretrained(run / "merged")
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp"])
+def test_engines_train_them_as_one_process(kind: str, engine: str, ranks: Ranks) -> None:
+    asked = [
+        "recipe=small",
+        f"model.path={kind}",
+        "optimizer.name=sgd",
+        "learning_rate=0.1",
+        "batch.micro_batch_size=1",
+    ]
+    shutil.rmtree("runs/alone", ignore_errors=True)
+    assert main([*asked, "output.name=alone"]) == 0
+    done = ranks.run(
+        Path.cwd(), *asked, f"output.name={kind}-{engine}", f"strategy.name={engine}", processes=2, entry=ON_CPU
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(Path("runs", f"{kind}-{engine}")) == pytest.approx(losses(Path("runs/alone")), rel=1e-5)
+
+
+def test_positions_on_three_axes_are_narrowed_with_the_heads() -> None:
+    """By which plans and checks make their small copies."""
+    rope = {"rope_type": "default", "mrope_section": [16, 24, 24]}
+    text = {"model_type": "qwen2_5_vl_text", "hidden_size": 3584, "num_attention_heads": 28, "rope_parameters": rope}
+    assert shrink({"text_config": text})["text_config"]["rope_parameters"]["mrope_section"] == [2, 3, 3]
