@@ -27,6 +27,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 from transformers.models.auto import modeling_auto
 
+from toolkit.recipe import model_configs
 from toolkit.recipe.heads import EMBEDDING, HEADED, OF_TEXTS
 
 _log = logging.getLogger("toolkit.models")
@@ -41,16 +42,9 @@ _CLASSES = {
     EMBEDDING: (AutoModel, "a model of texts"),
 }
 _OTHERS = (AutoModelForCausalLM, "a causal language model")
-OF_IMAGES = {
-    *("aria", "aya_vision", "cohere2_vision", "ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v"),
-    *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "llava"),
-    *("llava_next", "llava_onevision", "minimax_m3_vl", "mistral3", "mistral4", "mistral_large4", "ovis2"),
-    *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava"),
-}
-"""Architectures of images and text that are causal language models of text, and that Transformers 5.23 does not count
-among these."""
+# To Transformers they are no causal language models.
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(
-    {kind: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind] for kind in sorted(OF_IMAGES)}
+    {kind: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind] for kind in sorted(model_configs.OF_IMAGES)}
 )
 
 

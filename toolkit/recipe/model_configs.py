@@ -32,6 +32,13 @@ BUILTIN_MODELS = {"builtin:smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-I
 _BUNDLE = Path(__file__).resolve().parent / "bundled"
 RESTORED_FORMS = ("compressed-tensors", "fp8", "mxfp4", "mxfp8")
 """Forms in few bits, by the `quant_method` of their configs, that Transformers restores as it reads them."""
+OF_IMAGES = {
+    *("aria", "aya_vision", "cohere2_vision", "ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v"),
+    *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "llava"),
+    *("llava_next", "llava_onevision", "minimax_m3_vl", "mistral3", "mistral4", "mistral_large4", "ovis2"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava"),
+}
+"""Architectures of images and text that are causal language models of text alone."""
 _ENCODERS = {
     **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"), "is_decoder"),
     **dict.fromkeys(("ernie", "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm"), "is_decoder"),

@@ -17,7 +17,6 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from toolkit.common import compact, concealed, duration, perplexity_of, perplexity_text
 from toolkit.data.readers import KINDS
-from toolkit.models.heads import OF_IMAGES
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.config_limits import read_config
 from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
@@ -87,7 +86,7 @@ def _auto_class(folder: Path, recipe: Recipe) -> str:
     """Transformers' class that loads the model, or the base of the adapter."""
     file = folder / "config.json"
     config = read_config(file) if file.is_file() else model_configs.config_of(recipe.model)
-    of_images = (config or {}).get("model_type") in OF_IMAGES
+    of_images = (config or {}).get("model_type") in model_configs.OF_IMAGES
     return _CLASSES.get(recipe.objective, "AutoModelForImageTextToText" if of_images else "AutoModelForCausalLM")
 
 
