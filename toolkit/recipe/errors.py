@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from toolkit.common import UserError
 from toolkit.recipe.base import SHELL_VARIABLE, Section
 from toolkit.recipe.dotted import inline, typed
-from toolkit.recipe.other_tools import habit, translation
+from toolkit.recipe.other_tools import habit, moved, translation
 from toolkit.recipe.problem import UNKNOWN_KEY, Problem, on_a_screen
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 from toolkit.recipe.spelling import did_you_mean, unquoted
@@ -238,11 +238,14 @@ def _unknown_key(path: str, location: list[Any], value: Any, given: str, where: 
     key, prefix = str(location[-1]), path.rpartition(".")[0]
     places = {name: [f"{prefix}.{name}" if prefix else name] for name in section.model_fields}
     close = did_you_mean(key, places)
-    if not prefix or not close:
+    if not prefix or not close or key in leaf_paths():
         # `path`, `name` and such say nothing of another section.
         places = {**({} if prefix and key in _MAIN_KEYS else leaf_paths()), **places}
         close = key if key in places else did_you_mean(key, places)
     hint = f"did you mean `{'` or `'.join(places[close])}`?" if close else ""
+    if close == key and len(places[key]) == 1:
+        said = moved(place := places[key][0], value, given)
+        hint = hint if said == f"write {place}: {given}" else said
     if prefix and key in Recipe.model_fields:
         hint = f"`{key}` stands at the top of a recipe, not below {prefix}"
     elif prefix and key in _MAIN_KEYS and not close and section.main_key:

@@ -77,8 +77,8 @@ def on_a_screen(problems: Sequence[Problem]) -> list[str]:
 
 
 def _table(unknown: Sequence[Problem]) -> list[tuple[list[str], int]]:
-    """What to change of unknown keys: the lines of each row, and how many keys it names. Those of a file stand under its
-    name, those of the same change in one row, and last those that only go."""
+    """What to change of unknown keys: the lines of each row, and how many keys it names. Those of a file stand under
+    its name, those of the same change in one row, and last those that only go."""
     files: dict[str, dict[str, list[str]]] = {}
     for problem in unknown:
         file, _, line = problem.where.rpartition(":")
