@@ -155,6 +155,22 @@ def test_rows_that_are_trained_as_they_are_end_themselves(tmp_path: Path) -> Non
     assert "end what is trained in each row with the model's stop token" in said and "chat_template" not in said
 
 
+GLM = """[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>
+{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def test_a_template_that_ends_turns_with_the_next_ones_needs_an_end_of_the_last(tmp_path: Path) -> None:
+    """GLM's models stop at `<|user|>`: of rows with one answer, no one would learn where it ends."""
+    tokenizer = plain_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>"]})
+    tokenizer.chat_template = GLM
+    stops = frozenset(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>"]))
+    said = refused(tmp_path, [chat_row("a", "b")], tokenizer, stops)
+    assert "ends the last answer with the model's stop token, <|endoftext|> or <|user|>" in said
+    tokenizer.chat_template = GLM.replace("{% endfor %}", "{% if loop.last %}<|user|>{% endif %}{% endfor %}")
+    assert audit(tmp_path, [chat_row("a", "b")], tokenizer, stops).train.stop_trained_rows == 1
+
+
 def test_fields_of_messages_that_nobody_reads_are_listed_once(tmp_path: Path) -> None:
     row = {
         "messages": [
@@ -361,6 +377,14 @@ def too_long(rows: int, action: str) -> Side:
         ({"train": side(50, untrained_rows=50)}, "warning", "50 of 100 rows have no trained token and", "fill or"),
         ({"train": side(99, untrained_rows=1)}, "warning", "1 of 100 rows has no trained token and", "fill or"),
         ({"train": side(stop_trained_rows=0)}, "fatal", "the stop token is trained in no row", "chat_template"),
+        (
+            {
+                "train": side(stop_trained_rows=0),
+                "chat_template": {"source": "the tokenizer's", "needed": True, "stops": ["</s>", "<|user|>"]},
+            },
+            *("fatal", "the stop token is trained in no row"),
+            "a file, e.g. a copy of this template, that ends the last answer with the model's stop token, </s> or <|us",
+        ),
         ({"train": side(stop_trained_rows=89)}, "warning", "in only 89 of 100 rows", "over_long: drop"),
         ({"kinds": ["Completion"]}, "warning", "without the chat template", "`instruction`"),
         ({"duplicates": 3}, "warning", "3 rows repeat an earlier row", "set `data.deduplicate: true`"),

@@ -50,8 +50,12 @@ MEANINGS = [
     (("reflection", "corrected"), "b", PROMPTS, "a second answer", "data.columns={output: corrected}"),
     (("history",), [["a", "b"]], CHATS | {"prompt_completion", "source_target"}, "earlier rounds", "as `messages`"),
     (
-        *(("input", "context"), "Be brief.", {"prompt_completion"}),
+        *(("input",), "Be brief.", {"prompt_completion"}),
         *("prompts and completions do not have", "data.columns={instruction: prompt, output: completion}"),
+    ),
+    (
+        *(("context",), "Be brief.", {"prompt_completion"}, "prompts and completions do not have"),
+        "data.columns={instruction: prompt, output: completion, input: context}",
     ),
     (
         *((*SYSTEM, "instruction", "input", "context"), "Be brief.", {"source_target"}, "a part of the prompt"),
@@ -63,8 +67,15 @@ MEANINGS = [
         "write it into them as `reasoning_content`",
     ),
     (
-        *(("reasoning", "reasoning_content", "thinking", "thought"), "Hm.", {"prompt_completion"}, "do not have"),
+        *(("reasoning",), "Hm.", {"prompt_completion"}, "do not have"),
         "data.columns={instruction: prompt, output: completion}",
+    ),
+    *(
+        (
+            *((name,), "Hm.", {"prompt_completion"}, "do not have"),
+            f"data.columns={{instruction: prompt, output: completion, reasoning: {name}}}",
+        )
+        for name in ("reasoning_content", "thinking", "thought")
     ),
     (("seq_lengths", "position_ids"), [3], {"tokens"}, "documents of a packed row", "a row for each document"),
     (

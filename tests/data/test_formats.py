@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import yaml
 
 from toolkit.common import UserError
 from toolkit.data.recognition import recognise
@@ -373,6 +374,17 @@ def test_settings_and_tools_of_a_row_are_for_chats() -> None:
         assert f"'data.columns={{instruction: p, output: c, {key}: s}}'" in named
         assert convert(plain | {key: given}, ignore=[key]) == Completion("a", "b")
         assert convert({"prompt": "a", "completion": "b", key: None}) == Completion("a", "b")
+
+
+def test_what_reads_a_passage_beside_a_question_is_said_with_the_names_that_the_data_has() -> None:
+    """SQuAD's columns, mapped as prompts and completions: what the refusal says to set can be set."""
+    row = {"context": "Night fell.", "question": "Is it late?", "answers": {"text": ["Yes."], "answer_start": [0]}}
+    said = refused(row, columns={"prompt": "question", "completion": "answers.text"})
+    mapping = "{instruction: question, output: answers.text, input: context}"
+    assert f"for texts set 'data.columns={mapping}'" in said
+    chat = convert(row, columns=yaml.safe_load(mapping))
+    assert isinstance(chat, Chat)
+    assert [each["content"] for each in chat.messages] == ["Is it late?\n\nNight fell.", "Yes."]
 
 
 def test_a_prompt_of_messages_is_trained_where_prompts_are() -> None:

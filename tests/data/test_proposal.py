@@ -70,4 +70,7 @@ def test_only_texts_with_labels_are_proposed_as_segments() -> None:
 def test_a_dot_is_named_where_texts_lie_inside_a_column() -> None:
     row = {"translation": {"de": "a", "en": "b"}}
     assert "a dot reaches inside a column, as in `translation.de`" in proposal(set(row), row, True, FORMS)
+    # Of SQuAD's answers the text, and not where it begins.
+    row = {"question": "Who?", "answers": {"answer_start": [0], "text": ["Ada"]}}
+    assert "as in `answers.text`" in proposal(set(row), row, True, FORMS)
     assert "dot" not in proposal({"x"}, {"x": "a"}, True, FORMS)

@@ -365,6 +365,11 @@ def test_a_slip_of_typing_leads_to_the_key(path: str) -> None:
         assert did_you_mean(slip, names) == key
 
 
+def test_the_end_of_a_key_says_more_than_its_letters() -> None:
+    """As few changes lead to its opposite."""
+    assert did_you_mean("dpo_desirable_weight", sections()["preference"].model_fields) == "desirable_weight"
+
+
 def test_of_very_many_unknown_keys_some_are_enough() -> None:
     """The libraries' own, too, each of which is compared with all that are known."""
     extra = "".join(f"      unknown_key_{number}: 1\n" for number in range(900))

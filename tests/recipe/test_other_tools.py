@@ -129,8 +129,22 @@ OBJECTIVES = (
 )
 LORA = "write method: {name: lora, quantization: "
 ANSWERS: list[tuple[str, Any, str]] = [
-    *(("load_in_4bit", True, LORA + "nf4}"), ("load_in_4bit", False, "write method.quantization: none")),
-    *(("load_in_8bit", True, LORA + "int8}"), ("load_in_8bit", False, "write method.quantization: none")),
+    *(("load_in_4bit", True, LORA + "nf4}"), ("load_in_8bit", True, LORA + "int8}")),
+    # Axolotl's files state both, of which one is true.
+    ("load_in_4bit", False, "remove it, or write method.quantization: none if load_in_8bit is false too"),
+    ("load_in_8bit", False, "remove it, or write method.quantization: none if load_in_4bit is false too"),
+    ("enable_thinking", False, "write data.chat_template_kwargs: {enable_thinking: false}"),
+    ("kto_desirable_weight", 0.2, "write preference.desirable_weight: 0.2"),
+    *(("save_strategy", "epoch", "write checkpoint.save_epochs: 1"), ("eval_strategy", "no", "remove it")),
+    ("save_strategy", "no", "remove it: none is saved unless the recipe says when"),
+    *(("loss_type", "dapo", "write policy.loss: dapo"), ("random_state", 3407, "write seed: 3407")),
+    *(("debug", None, "remove it: it is empty"), ("_target_", "torch.optim.Adam", "")),
+    ("lora", {"r": 8, "alpha": 16}, "write method.r: 8; write method.lora_alpha: 16"),
+    (
+        *("trainer", {"type": "x", "lr": 1e-4, "optimizer": "paged_adamw_8bit", "seed": 1}),
+        "write optimizer.learning_rate: 0.0001; write optimizer.name: paged_adamw_8bit; write seed: 1; leave out type",
+    ),
+    ("distributed", {"strategy": "fsdp2", "path": "x"}, "write strategy.name: fsdp; leave out path"),
     *(("quantization_bit", 4, LORA + "nf4}"), ("quantization_bit", 8, LORA + "int8}")),
     ("bnb_4bit_quant_type", "nf4", "write method.quantization: nf4"),
     *(("adapter", "lora", "write method: {name: lora}"), ("adapter", "qlora", LORA + "nf4}")),
@@ -335,6 +349,13 @@ def test_an_empty_value_says_nothing() -> None:
         ("torch_dtype: bfloat16", "write model.dtype: bf16"),
         ("adapter: qlora", "write method: {name: lora, quantization: nf4}"),
         ("optimizer: {adam_beta2: 0.95}", "write optimizer.beta2: 0.95"),
+        # Ours, with values that ours do not take.
+        ("max_steps: -1", "remove it: epochs count where it is not set"),
+        ("warmup_steps: 0.03", "schedule.warmup_ratio to a share of them"),
+        ("save_steps: 0.25", "a share of them is not taken"),
+        ("chat_template: llama3", "remove it: the tokenizer's own template is taken"),
+        ("target_modules: 'q_proj,v_proj'", "write method.target_modules: [q_proj, v_proj]"),
+        ("dtype:", "remove it: it is empty"),
     ],
 )
 def test_a_key_of_another_tool(mine: Path, line: str, change: str) -> None:

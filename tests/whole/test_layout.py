@@ -114,6 +114,7 @@ ELSEWHERE = {
     # Tables and types, tested by what reads them.
     "recipe/compilation": "models/test_compiled_layers",
     "models/compilers": "models/test_compiled_layers",
+    "recipe/other_advice": "recipe/test_other_tools",
     "recipe/other_names": "recipe/test_other_tools",
     "recipe/base": "recipe/test_schema",
     "recipe/precisions": "distributed/test_engines",

@@ -387,7 +387,7 @@ def data(options: argparse.Namespace) -> None:
 
 def _load(options: argparse.Namespace, warns: bool = True) -> Any:
     from toolkit.recipe import split_arguments
-    from toolkit.recipe.errors import warn
+    from toolkit.recipe.problem import warn
     from toolkit.recipe.rules import load_checked
 
     loaded = load_checked(*split_arguments(options.arguments), options.recipes)

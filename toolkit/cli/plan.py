@@ -17,7 +17,7 @@ from toolkit.planner.build import config_of, estimate, estimate_layouts
 from toolkit.planner.hardware import Hardware, find, once_measured, this_machine
 from toolkit.planner.plan import Plan, Refused
 from toolkit.recipe import Loaded, Recipe, load, split_arguments
-from toolkit.recipe.errors import warn
+from toolkit.recipe.problem import warn
 from toolkit.recipe.rules import check, load_checked
 
 

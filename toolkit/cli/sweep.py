@@ -19,8 +19,8 @@ from toolkit.cli.jobs import Share, Trial, train
 from toolkit.common import UserError, printable
 from toolkit.files import write_atomically
 from toolkit.recipe import split_arguments
-from toolkit.recipe.errors import Problem, warn
 from toolkit.recipe.hydra_habits import UNSUPPORTED, swept_values
+from toolkit.recipe.problem import Problem, warn
 from toolkit.recipe.rules import load_checked
 from toolkit.report.comparison import Comparison, compare, comparison_page
 from toolkit.report.load import read_manifest

@@ -150,6 +150,8 @@ class ChatTemplate(BaseModel):
     needed: bool
     given: bool = False
     """Whether the recipe names it."""
+    stops: list[str] = []
+    """The tokens that end an answer of the model."""
 
 
 class Packing(BaseModel):

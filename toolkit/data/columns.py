@@ -113,6 +113,7 @@ class Meaning:
 
     what: str
     change: str
+    """`{mapping}` stands for the setting that reads the columns as instructions, with this one."""
     formats: tuple[str, ...]
     is_meant: Callable[[Any], bool] = lambda value: True
     """Whether a value of the column means it."""
@@ -179,7 +180,7 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
         ("input", "context", "reasoning", *OFTEN_CALLED["reasoning"]),
         Meaning(
             "what prompts and completions do not have",
-            "for texts set 'data.columns={instruction: prompt, output: completion}'; write it into conversations",
+            "for texts set {mapping}; write it into conversations",
             ("prompt_completion",),
         ),
     ),
@@ -207,7 +208,14 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
 """Columns, in any case, that are refused where their format leaves them unused."""
 
 
-def refuse_meaning(raw: Mapping[str, Any], used: Iterable[str], optional: Iterable[str], form: str, where: str) -> None:
+def refuse_meaning(
+    raw: Mapping[str, Any],
+    used: Iterable[str],
+    optional: Iterable[str],
+    form: str,
+    where: str,
+    mapped: Mapping[str, str] | None = None,
+) -> None:
     """Refuses a row that has a column which would be left unused, though it changes what should be learnt.
 
     Args:
@@ -216,6 +224,7 @@ def refuse_meaning(raw: Mapping[str, Any], used: Iterable[str], optional: Iterab
         optional: Columns that the format takes and this source has not mapped.
         form: The format.
         where: Where the row stands.
+        mapped: Columns of the format that this source has under other names.
 
     Raises:
         UserError: With the mapping that would honour the column, where there is one.
@@ -232,7 +241,18 @@ def refuse_meaning(raw: Mapping[str, Any], used: Iterable[str], optional: Iterab
                 )
         for meaning in (group[name] for group in REFUSED if name in group):
             if form in meaning.formats and meaning.is_meant(raw[column]):
-                raise UserError(f"{where}: `{column}` is {meaning.what}", f"{meaning.change}, or {ignore}")
+                change = meaning.change.replace("{mapping}", _as_instructions(mapped or {}, column))
+                raise UserError(f"{where}: `{column}` is {meaning.what}", f"{change}, or {ignore}")
+
+
+def _as_instructions(mapped: Mapping[str, str], column: str) -> str:
+    """The setting that reads prompts and completions as instructions, with a column that only those have."""
+    mapping = {
+        "instruction": mapped.get("prompt", "prompt"),
+        "output": mapped.get("completion", "completion"),
+        "input" if column.lower() in ("input", *OFTEN_CALLED["input"]) else "reasoning": column,
+    }
+    return mapping_text({name: actual for name, actual in mapping.items() if name != actual})
 
 
 def by_lower_case(names: Iterable[str]) -> dict[str, str]:

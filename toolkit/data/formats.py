@@ -108,7 +108,7 @@ class RowFormat:
         unmapped = [name for name in optional if name not in self.columns]
         steps = [name for name, column in self.columns.items() if column.lower() == STEPS]
         known = self.used_columns() | self.ignored | {column for column in raw if steps and column.lower() == "labels"}
-        refuse_meaning(raw, known, unmapped, self.name, where)
+        refuse_meaning(raw, known, unmapped, self.name, where, self.columns)
         mapped = {column.partition(".")[0] for column in self.columns.values()}
         row = {
             name: value_at(raw, self.columns.get(name, name))

@@ -264,6 +264,7 @@ def _build(
     has_eval = data.eval_split is not None or bool(data.eval_sources)
     named = recipe.model.chat_template
     template = f"`model.chat_template: {named}`" if named else "the tokenizer's"
+    stops = chunker.encoder.tokenizer.convert_ids_to_tokens(sorted(chunker.encoder.stop_token_ids))
     audit = auditing.Audit(
         objective=recipe.rows_for,
         scope=f"the first {AUDITED_ROWS:,} rows of every source" if data.streaming else "",
@@ -274,7 +275,10 @@ def _build(
         duplicates=mixture.duplicates,
         in_train_and_eval=int(np.isin(content[chosen_eval], content[mixture.train]).sum()),
         chat_template=auditing.ChatTemplate(
-            source=template if task.has_chat_template else "none", needed="Chat" in tokens.kinds, given=bool(named)
+            source=template if task.has_chat_template else "none",
+            needed="Chat" in tokens.kinds,
+            given=bool(named),
+            stops=[each for each in stops if each],
         ),
         kinds=tokens.kinds,
         classes=[*found.names] if found else [],

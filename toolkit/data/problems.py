@@ -47,12 +47,15 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
         yield from (Problem(level, *each) for level, *each in train.prompts.problems(train.rows))  # type: ignore[arg-type]
     learns_to_stop = audit.objective not in ("language_modelling", *HEADED) and not train.prompts
     if learns_to_stop and train.rows and not train.stop_trained_rows:
-        template = "choose a `model.chat_template` that ends a turn"
-        ended = "end what is trained in each row" if set(audit.kinds) <= {"Segments", "Tokens"} else template
+        # Those of GLM's models end with the token that begins the next turn, and write none behind the last.
+        ended = "set `model.chat_template` to a file, e.g. a copy of this template, that ends the last answer"
+        if set(audit.kinds) <= {"Segments", "Tokens"}:
+            ended = "end what is trained in each row"
+        stops = " or ".join(audit.chat_template.stops)
         yield Problem(
             "fatal",
             "the stop token is trained in no row, so the model would not learn to stop",
-            f"{ended} with the model's stop token"
+            f"{ended} with the model's stop token{f', {stops}' if stops else ''}"
             + (", or raise `batch.seq_len` so that ends are not cut off" if action == "truncate" else ""),
         )
     elif learns_to_stop and train.stop_trained_rows < 0.9 * train.rows:

@@ -38,7 +38,11 @@ def proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool, a
     inside = {f"{name}.{key}" for name in names if isinstance(row.get(name), dict) for key in row[name]}
     if talk := next((name for name in sorted(names | inside) if are_messages(value_at(row, name))), None):
         return f"set {mapping_text({'messages': talk})} if its conversations end with the answer to learn"
-    dotted = f"; a dot reaches inside a column, as in `{min(inside)}`" if inside else ""
+    # Rather one that may be an answer.
+    nearest = sorted(
+        inside, key=lambda name: (not _suits("completion", "prompt_completion", value_at(row, name)), name)
+    )
+    dotted = f"; a dot reaches inside a column, as in `{nearest[0]}`" if nearest else ""
     return f"map names with 'data.columns={{prompt: NAME, completion: NAME}}'{dotted}"
 
 

@@ -17,10 +17,11 @@ from pydantic import ValidationError
 
 from toolkit.common import UserError, brief, concealed
 from toolkit.recipe.config_limits import MARKED, has_mark
-from toolkit.recipe.errors import Origins, Problem, as_text, origin_of
+from toolkit.recipe.errors import Origins, as_text, origin_of
 from toolkit.recipe.files import read
 from toolkit.recipe.libraries import PASSED
 from toolkit.recipe.model_configs import BUILTIN_MODELS
+from toolkit.recipe.problem import Problem
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.sections import Method
 

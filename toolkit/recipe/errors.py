@@ -1,6 +1,6 @@
 """What is wrong with a recipe: where it stands, what was given, what is allowed, and what to change.
 
-`Problem` is one slip, `RecipeError` all of them at once, `Rule` a combination that is refused. pydantic's findings are
+`RecipeError` is all problems at once, `Rule` a combination that is refused. pydantic's findings are
 turned into problems: its own messages name neither the file nor the word that was probably meant, and it reports one
 finding for each alternative of a union.
 """
@@ -8,18 +8,17 @@ finding for each alternative of a union.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from toolkit.common import LINES, UserError, brief, printable
+from toolkit.common import UserError
 from toolkit.recipe.base import SHELL_VARIABLE, Section
 from toolkit.recipe.dotted import inline, typed
-from toolkit.recipe.other_tools import habit, translation
+from toolkit.recipe.other_tools import habit, moved, translation
+from toolkit.recipe.problem import UNKNOWN_KEY, Problem, on_a_screen
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 from toolkit.recipe.spelling import did_you_mean, unquoted
 
@@ -28,8 +27,6 @@ Origins = dict[str, str]
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-_log = logging.getLogger("toolkit.recipe")
-_WIDTH = 100
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _MAIN_KEYS = {section.main_key for section in sections().values()}
 _PLAIN: dict[str, list[type]] = {
@@ -39,49 +36,10 @@ _PLAIN: dict[str, list[type]] = {
     "float_type": [int, float],
 }
 """pydantic's findings about plain values, each with the types that it misses."""
-_NAMED, ENOUGH = 20, 250
-"""How many problems are named, and from how many on no further ones are looked for."""
+ENOUGH = 250
+"""From how many problems on no further ones are looked for."""
 _NUMBERS = _PLAIN.keys() - {"string_type"}
 _TEXT_KINDS = {"empty_text", "control_character", "shell_variable"}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing to fix."""
-
-    path: str
-    """Dotted key, e.g. `method.r`, or empty when the recipe as a whole is meant."""
-    what: str
-    where: str = ""
-    """As in `Origins`."""
-    given: str = ""
-    """The offending value, as text."""
-    allowed: str = ""
-    hint: str = ""
-    """The likely fix."""
-
-    def __str__(self) -> str:
-        head = f"{self.path or 'recipe'}: {self.what}"
-        if self.where and len(head) + len(self.where) + 4 <= _WIDTH:
-            lines = [f"{head}  ({self.where})"]
-        else:
-            lines = [_wrapped(head, "", "  "), *([f"    where    {self.where}"] if self.where else [])]
-        parts = (("given", self.given), ("allowed", self.allowed), ("change", self.hint))
-        text = "\n".join(lines + [_wrapped(text, f"    {label:<8} ", " " * 13) for label, text in parts if text])
-        return brief(printable(text), LINES // 2)
-
-
-def warn(problems: Iterable[Problem]) -> None:
-    """Says what is trained all the same."""
-    for problem in problems:
-        _log.warning("%s", problem)
-
-
-def _wrapped(text: str, first: str, indent: str) -> str:
-    # Paths and keys stay whole, so that they can be copied.
-    return textwrap.fill(
-        text, _WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
 
 
 class RecipeError(UserError):
@@ -105,16 +63,7 @@ class RecipeError(UserError):
         self.origins = origins or {}
         count = f"{len(self.problems)} problem" + ("s" if len(self.problems) != 1 else "")
         count += " or more" if len(self.problems) >= ENOUGH else ""
-        super().__init__((f"recipe {name}: " if name else "") + f"{count}\n\n" + "\n".join(_shown(self.problems)))
-
-
-def _shown(problems: Sequence[Problem]) -> list[str]:
-    """Lines of the problems that fit the terminal: the first ones in full, the others by their first lines alone."""
-    texts, lines = [str(problem).split("\n") for problem in problems[:_NAMED]], list[str]()
-    for left, text in zip(range(len(texts), 0, -1), texts, strict=True):
-        # Two stand before these lines, and one may follow.
-        lines += text if len(lines) + len(text) + left <= LINES - 2 else text[:1]
-    return lines + [f"… and {len(problems) - _NAMED} more"] * (len(problems) > _NAMED)
+        super().__init__((f"recipe {name}: " if name else "") + f"{count}\n\n" + "\n".join(on_a_screen(self.problems)))
 
 
 Config = Mapping[str, Any]
@@ -285,15 +234,18 @@ def _merged(parts: Iterable[Mapping[str, Any]], path: str, texts: Mapping[str, s
 def _unknown_key(path: str, location: list[Any], value: Any, given: str, where: str) -> Problem:
     section = _section_at(location[:-1])
     if section is None:
-        return Problem(path, "unknown key", where, given, "names of arguments: letters, digits and _", "rename it")
+        return Problem(path, UNKNOWN_KEY, where, given, "names of arguments: letters, digits and _", "rename it")
     key, prefix = str(location[-1]), path.rpartition(".")[0]
     places = {name: [f"{prefix}.{name}" if prefix else name] for name in section.model_fields}
     close = did_you_mean(key, places)
-    if not prefix or not close:
+    if not prefix or not close or key in leaf_paths():
         # `path`, `name` and such say nothing of another section.
         places = {**({} if prefix and key in _MAIN_KEYS else leaf_paths()), **places}
         close = key if key in places else did_you_mean(key, places)
     hint = f"did you mean `{'` or `'.join(places[close])}`?" if close else ""
+    if close == key and len(places[key]) == 1:
+        said = moved(place := places[key][0], value, given)
+        hint = hint if said == f"write {place}: {given}" else said
     if prefix and key in Recipe.model_fields:
         hint = f"`{key}` stands at the top of a recipe, not below {prefix}"
     elif prefix and key in _MAIN_KEYS and not close and section.main_key:
@@ -303,7 +255,7 @@ def _unknown_key(path: str, location: list[Any], value: Any, given: str, where: 
     hint = hint or f"remove it; `toolkit schema --markdown` lists the keys{f' of {prefix}' if prefix else ''}"
     if key == prefix:
         hint = f"these keys stand below `{key}:` already; remove that line"
-    return Problem(path, "unknown key", where, given, ", ".join(section.model_fields), hint)
+    return Problem(path, UNKNOWN_KEY, where, given, ", ".join(section.model_fields), hint)
 
 
 def _kind_at(location: Iterable[Any]) -> Any:

@@ -19,7 +19,8 @@ from omegaconf import OmegaConf, grammar_parser
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.recipe.dotted import inline
-from toolkit.recipe.errors import Origins, Problem, RecipeError
+from toolkit.recipe.errors import Origins, RecipeError
+from toolkit.recipe.problem import UNKNOWN_KEY, Problem
 from toolkit.recipe.schema import sections
 from toolkit.recipe.spelling import did_you_mean
 
@@ -249,7 +250,7 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         # Said here, as of a wrong `defaults`: then what the recipe would inherit is not missed.
         names = inline(values.pop(key))
         hint = f"write defaults: {re.sub(r'[^ ,[]*/|[.]ya?ml', '', names)}"
-        result.problems.append(Problem(key, "unknown key", result.origins.pop(key, ""), names, hint=hint))
+        result.problems.append(Problem(key, UNKNOWN_KEY, result.origins.pop(key, ""), names, hint=hint))
     result.values = values
     return result
 

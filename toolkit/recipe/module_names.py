@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.recipe import model_configs
-from toolkit.recipe.errors import Problem, origin_of
+from toolkit.recipe.errors import origin_of
+from toolkit.recipe.problem import Problem
 from toolkit.recipe.schema import Model, Recipe
 from toolkit.recipe.sections import Method
 from toolkit.recipe.spelling import did_you_mean

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from toolkit.recipe.other_advice import ENGINE
+
 SAME = {
     "batch.micro_batch_size": (
         *("per_device_train_batch_size", "per_gpu_train_batch_size", "train_micro_batch_size_per_gpu"),
-        "micro_batch",
+        *("micro_batch", "local_batch_size"),
     ),
     "batch.global_batch_size": ("train_batch_size",),
     "parallel.sequence": (
@@ -28,6 +30,7 @@ SAME = {
     "distillation.on_policy": ("lmbda",),
     "rollout.max_completion_tokens": ("max_completion_length",),
     "rollout.server": ("vllm_server_base_url",),
+    "policy.importance": ("importance_sampling_level",),
     "policy.server_cap": ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
     "evaluation.max_new_tokens": ("eval_max_new_tokens", "val_max_target_length"),
     "evaluation.batch_size": ("per_device_eval_batch_size", "eval_batch_size"),
@@ -41,6 +44,7 @@ SAME = {
             "model_max_length",
             "block_size",
             "sequence_length",
+            *("max_len", "context_length"),
         ),
         "max_source_length",
     ),
@@ -49,8 +53,13 @@ SAME = {
     "preference.label_smoothing": ("dpo_label_smoothing",),
     "preference.sft_weight": ("rpo_alpha", "pref_ftx", "cpo_alpha"),
     "preference.margin": ("simpo_gamma",),
+    "preference.desirable_weight": ("kto_desirable_weight", "kto_chosen_weight"),
+    "preference.undesirable_weight": ("kto_undesirable_weight", "kto_rejected_weight"),
     "preference.center_rewards": ("center_rewards_coefficient",),
     "schedule.num_epochs": ("num_train_epochs", "epochs", "n_epochs", "max_epochs"),
+    "schedule.max_steps": ("max_train_steps", "num_train_steps", "train_steps"),
+    "schedule.warmup_steps": ("num_warmup_steps",),
+    "schedule.warmup_ratio": ("warmup_fraction",),
     "schedule.name": ("lr_scheduler_type", "lr_scheduler", "scheduler"),
     "schedule.args": ("lr_scheduler_kwargs",),
     "optimizer.name": ("optim", "optimizer_name"),
@@ -60,8 +69,11 @@ SAME = {
     "optimizer.eps": ("adam_epsilon", "adam_eps"),
     "optimizer.max_grad_norm": ("gradient_clipping", "gradient_clip_val", "grad_clip", "clip_grad_norm"),
     "method.r": ("lora_r", "lora_rank", "rank"),
-    "method.lora_dropout": ("lora_dropout_rate",),
-    "method.target_modules": ("lora_target_modules", "lora_target"),
+    "method.lora_alpha": ("alpha",),
+    "method.lora_dropout": ("lora_dropout_rate", "dropout"),
+    "method.target_modules": ("lora_target_modules", "lora_target", "target"),
+    "method.layers_to_transform": ("peft_layers_to_transform",),
+    "method.init_lora_weights": ("peft_init_lora_weights",),
     "method.double_quantization": ("bnb_4bit_use_double_quant", "use_bnb_nested_quant"),
     "method.modules_to_save": ("lora_modules_to_save", "additional_target"),
     "method.use_dora": ("peft_use_dora", "lora_use_dora"),
@@ -76,30 +88,39 @@ SAME = {
     ),
     "model.attention": ("attn_implementation", "flash_attn", "attn_impl"),
     "model.dtype": ("torch_dtype",),
-    "data.sources": ("datasets", "dataset", "dataset_name", "train_file", "dataset_path", "train_data"),
-    "data.eval_sources": ("test_datasets", "eval_dataset", "validation_file"),
-    "data.eval_split": ("val_set_size", "val_size", "validation_split", "test_size"),
+    "data.sources": (
+        "datasets",
+        "dataset",
+        "dataset_name",
+        "train_file",
+        "dataset_path",
+        "train_data",
+        "training_file",
+    ),
+    "data.eval_sources": ("test_datasets", "eval_dataset", "val_dataset", "validation_file"),
+    "data.eval_split": ("val_set_size", "val_size", "validation_split", "split_dataset_ratio", "test_size"),
     "data.packing": ("sample_packing", "padding_free", "neat_packing"),
-    "data.over_long": ("excess_length_strategy",),
+    "data.over_long": ("excess_length_strategy", "truncation_strategy"),
     "data.train_on": ("roles_to_train",),
     "data.deduplicate": ("dataset_exact_deduplication",),
     "data.max_samples": ("max_train_samples",),
     "data.eval_max_samples": ("max_eval_samples",),
     "data.num_workers": ("dataloader_num_workers", "num_dataloader_workers"),
     "data.num_proc": ("dataset_num_proc", "preprocessing_num_workers", "dataset_processes"),
-    "checkpoint.save_steps": ("save_interval",),
+    "checkpoint.save_steps": ("save_interval", "ckpt_every_steps"),
     "checkpoint.keep_best": ("metric_for_best_model",),
     "schedule.early_stopping_patience": ("early_stopping_steps",),
     "schedule.early_stopping_min_delta": ("early_stopping_threshold",),
     "checkpoint.resume": ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
-    "evaluation.every_steps": ("eval_steps", "eval_interval"),
+    "evaluation.every_steps": ("eval_steps", "eval_interval", "val_every_steps"),
+    "evaluation.at_start": ("eval_on_start",),
     "evaluation.num_beams": ("generation_num_beams", "eval_num_beams"),
     "evaluation.generation_metrics": ("predict_with_generate",),
-    "logging.every_steps": ("logging_steps", "log_interval"),
+    "logging.every_steps": ("logging_steps", "log_interval", "log_every_n_steps"),
     "logging.trackers": ("report_to", "log_with"),
     "output.dir": ("output_dir",),
     "output.name": ("run_name", "wandb_name", "experiment_name"),
-    "seed": ("data_seed", "random_seed"),
+    "seed": ("data_seed", "random_seed", "random_state"),
     "activation_checkpointing.mode": ("gradient_checkpointing_mode",),
     "activation_checkpointing.mlp_tiles": ("tiled_mlp_num_shards",),
 }
@@ -120,6 +141,7 @@ _STEPS = "set {place} to a number of steps: a share of them is not taken"
 VALUES: dict[str, dict[str, str]] = {
     "model.attention": {
         **dict.fromkeys(("true", "fa2", "flash_attn_2", "flash-attn"), "flash_attention_2"),
+        **dict.fromkeys(("flash_attn", "flash_attention"), "flash_attention_2"),
         **dict.fromkeys(("kernels-community/flash-attn", "kernels-community/flash-attn2"), "flash_attention_2"),
         **dict.fromkeys(("fa3", "flash_attn_3", "kernels-community/flash-attn3"), "flash_attention_3"),
         **{"kernels-community/vllm-flash-attn3": "flash_attention_3", "flex_attention": "flex"},
@@ -129,11 +151,13 @@ VALUES: dict[str, dict[str, str]] = {
     "model.chat_template": {"tokenizer_default": _OWN_TEMPLATE},
     "model.new_tokens": dict.fromkeys(("true", "false"), "remove it: templates and formats add what belongs there"),
     "method.target_modules": {"all": "all-linear"},
-    "data.over_long": {"raise": "error"},
+    "preference.loss": {name: f"write policy.loss: {name}" for name in ("grpo", "dapo", "dr_grpo")},
+    "data.over_long": {"raise": "error", "delete": "drop", "right": "truncate"},
     "data.train_on": {"gpt": "[assistant]", "all": "all"},
     "data.eval_split": dict.fromkeys(("0", "0.0"), "remove it: nothing is held out by default"),
     "schedule.name": {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"},
     "schedule.num_epochs": dict.fromkeys(("-1", "0"), "remove it: schedule.max_steps counts where it is set"),
+    "schedule.max_steps": dict.fromkeys(("-1", "0"), "remove it: epochs count where it is not set"),
     "optimizer.name": {
         **dict.fromkeys(("adam", "adamw_hf", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
         **{"adamw_apex_fused": "adamw_torch_fused", "paged_adamw": "paged_adamw_32bit", "lion_pytorch": "lion"},
@@ -158,11 +182,14 @@ REFUSED = {
     "data.eval_split": "set data.eval_split to a fraction of the rows, e.g. 0.05",
     "data.sources": "set data.sources to a list of files, folders or hub ids",
     **dict.fromkeys(("evaluation.every_steps", "checkpoint.save_steps", "logging.every_steps"), _STEPS),
+    "schedule.warmup_steps": "set {place} to a number of steps, or schedule.warmup_ratio to a share of them",
+    "preference.loss": "set preference.loss for pairs of answers, policy.loss for rewarded ones",
     "model.chat_template": _OWN_TEMPLATE,
 }
 """A key of ours to what is said of values that it does not take."""
 
 _QLORA, _INT8 = (f"method: {{name: lora, quantization: {kind}}}" for kind in ("nf4", "int8"))
+_NOT_QUANTIZED = "remove it, or write method.quantization: none if {} is false too"
 _LORA = {
     "true": "method.name: lora",
     "lora": "method.name: lora",
@@ -190,28 +217,41 @@ _CHECKPOINTING = {
     **dict.fromkeys(("offload", "unsloth"), "activation_checkpointing.mode: offload"),
 }
 BY_VALUE: dict[str, dict[str, str]] = {
-    "load_in_4bit": {"true": _QLORA, "false": "method.quantization: none"},
-    "load_in_8bit": {"true": _INT8, "false": "method.quantization: none"},
-    "quantization_bit": {"4": _QLORA, "8": _INT8},
+    "load_in_4bit": {"true": _QLORA, "false": _NOT_QUANTIZED.format("load_in_8bit")},
+    "load_in_8bit": {"true": _INT8, "false": _NOT_QUANTIZED.format("load_in_4bit")},
+    **{key: {"4": _QLORA, "8": _INT8} for key in ("quantization_bit", "quant_bits")},
     "bnb_4bit_quant_type": {"nf4": "method.quantization: nf4"},
     "bnb_4bit_compute_dtype": _PRECISIONS,
     "adapter": {"lora": "method: {name: lora}", "qlora": _QLORA},
-    **dict.fromkeys(("finetuning_type", "use_peft", "peft"), _LORA),
-    **dict.fromkeys(("stage", "rl"), _OBJECTIVES),
-    "gradient_checkpointing": _CHECKPOINTING,
+    **dict.fromkeys(("use_peft", "peft", "lora", "use_lora", "train_type", "tuner_type"), _LORA),
+    "finetuning_type": {
+        **_LORA,
+        "freeze": "set method.name: full, and method.freeze to patterns of the parameters that stay as they are",
+    },
+    "full_finetuning": {"true": "method.name: full", "false": "method.name: lora"},
+    **dict.fromkeys(("stage", "rl", "rlhf_type"), _OBJECTIVES),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "use_gradient_checkpointing", "enable_activation_checkpointing"), _CHECKPOINTING
+    ),
     "tiled_mlp": {"true": "activation_checkpointing: {mlp_tiles: 8}", "false": "remove it: 1 tile is the default"},
     "bf16": {
         **{"true": "precision: bf16", "auto": "precision: auto", "full": "precision: pure_bf16"},
         "false": "remove it, or write precision: fp32 if fp16 is false too",
     },
     "fp16": {"true": "precision: fp16", "false": "remove it, or write precision: fp32 if bf16 is false too"},
-    "bfloat16": {"true": "precision: pure_bf16"},
+    **{key: {"true": "precision: pure_bf16"} for key in ("bfloat16", "pure_bf16")},
     "float16": {"true": "precision: fp16"},
     "mixed_precision": _PRECISIONS,
     "train_on_inputs": {"true": "data.train_on: all", "false": "data.train_on: auto"},
     "train_on_prompt": {"true": "data.train_on: all", "false": "data.train_on: auto"},
     "assistant_only_loss": {"true": "data.train_on: assistant", "false": "data.train_on: all"},
     "completion_only_loss": {"true": "data.train_on: completion", "false": "data.train_on: all"},
+    "train_on_responses_only": {"true": "data.train_on: auto", "false": "data.train_on: all"},
+    "loss_scale": {
+        **{"last_round": "data.train_on: last_assistant", "default": "data.train_on: assistant"},
+        "all": "data.train_on: all",
+    },
+    "enable_thinking": {word: f"data.chat_template_kwargs: {{enable_thinking: {word}}}" for word in ("true", "false")},
     "mask_history": {"true": "data.train_on: last_assistant", "false": "data.train_on: assistant"},
     "torch_compile": {"true": "compile: layers", "false": "compile: 'off'", "auto": "compile: auto"},
     "flash_attention": {"true": "model.attention: flash_attention_2", "false": "model.attention: auto"},
@@ -228,114 +268,14 @@ BY_VALUE: dict[str, dict[str, str]] = {
     "use_apollo": {"true": "optimizer.name: apollo_adamw"},
     "load_best_model_at_end": {"true": "checkpoint.keep_best: eval_loss", "false": "checkpoint.keep_best: null"},
     "logging_strategy": {"steps": "logging.every_steps: 10"},
+    "save_strategy": {
+        **{"steps": "checkpoint.save_steps: 500", "epoch": "checkpoint.save_epochs: 1"},
+        **{"best": "checkpoint.keep_best: eval_loss", "no": "remove it: none is saved unless the recipe says when"},
+    },
+    "auto_find_batch_size": {"true": "batch.micro_batch_size: auto"},
 }
 """Keys whose values have other names in a recipe. Of values that are not listed only the places are told; `false` that
 is not listed is what a recipe does without the key."""
-
-_ENGINE = "set strategy.name: zero1, zero2 or zero3, with its offload_optimizer and offload_param"
-_LAUNCH = "remove it: processes are the launcher's, and strategy.name says what is sharded over them"
-_OPTION = "remove it: `toolkit launch` takes {}, and so do other launchers by names of their own"
-_OPTIONS = {
-    "--gpus N": ("num_processes", "nproc_per_node", "num_gpus", "n_gpu"),
-    "--nodes N": ("num_machines", "nnodes", "num_nodes"),
-    "--rank R": ("machine_rank", "node_rank"),
-    "--head HOST": ("main_process_ip", "master_addr"),
-    "--port P": ("main_process_port", "master_port"),
-}
-_UPLOAD = "remove it; upload the folder `final` of the run with `hf upload`"
-_EVALUATION = "set evaluation.every_steps, and data.eval_split for held-out rows"
-ADVICE = {
-    "use_vllm": "set rollout.server to the address of a vLLM server; without one the processes that train answer",
-    **dict.fromkeys(
-        ("teacher_model_name_or_path", "teacher_model"),
-        "set objective: distillation, and the path of distillation.teacher to it",
-    ),
-    "reward_funcs": "name rewards instead, e.g. rewards.numeric=true, or a Python file of your own in rewards.file",
-    "max_prompt_length": "remove it: batch.seq_len bounds prompt and answer together",
-    **dict.fromkeys(
-        ("precompute_ref_log_probs", "dpo_use_logits_to_keep"),
-        "remove it: the reference is always scored once, before the first step",
-    ),
-    **dict.fromkeys(
-        ("ref_model", "ref_model_name_or_path", "dpo_ref_model", "ref_model_adapters"),
-        "remove it: the reference is the model as it is before the first step",
-    ),
-    **dict.fromkeys(("pipeline_parallel_size", "expert_parallel_size", "device_map"), _LAUNCH),
-    **{name: _OPTION.format(option) for option, names in _OPTIONS.items() for name in names},
-    "config_file": "remove it: `toolkit launch` needs none, and `accelerate launch` takes one",
-    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), _UPLOAD),
-    **dict.fromkeys(
-        ("swa", "use_swa", "swa_lrs", "stochastic_weight_avg"),
-        "set checkpoint.average_last: 5, and checkpoint.save_steps to the steps between the models of the mean",
-    ),
-    **dict.fromkeys(
-        ("ema", "use_ema", "ema_decay"),
-        "remove it: no moving average is kept; checkpoint.average_last: 5 publishes the mean of the last checkpoints",
-    ),
-    "greater_is_better": "remove it: it is known of each metric that checkpoint.keep_best takes",
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _EVALUATION),
-    **dict.fromkeys(("relora_steps", "relora", "use_badam"), "remove it: it is not supported"),
-    **dict.fromkeys(("processor_type", "image_max_pixels"), "remove it: models of images are not supported"),
-    **dict.fromkeys(("token", "hub_token", "hf_token"), "remove it: log in with `hf auth login`, or export HF_TOKEN"),
-    **dict.fromkeys(
-        ("use_liger_kernel", "enable_liger_kernel"),
-        "remove it: compile=auto takes Liger's kernels where layers are not compiled and liger-kernel is installed",
-    ),
-    "cut_cross_entropy": "remove it: scores are fused where that is exact",
-    **dict.fromkeys(("use_unsloth", "use_unsloth_gc"), "remove it; compile: layers fuses the work of a layer"),
-    **dict.fromkeys(("interleave_probs", "mix_strategy"), "set the `weight` of each entry of data.sources"),
-    "packing_strategy": "remove it: data.packing: true packs whole rows",
-    "peft_config": "set method: {{name: lora}}, with r, lora_alpha and target_modules beside the name",
-    "quantization_config": "set method: {{name: lora, quantization: nf4}}, or int8",
-    "dataset_config": "set the `name` of an entry of data.sources: {given}",
-    "dataset_config_name": "set the `name` of an entry of data.sources: {given}",
-    "dataset_train_split": "set the `split` of an entry of data.sources: {given}",
-    "dataset_test_split": "set data.eval_split: {given}",
-    "dataset_prepared_path": "remove it: prepared data are kept in the toolkit's cache",
-    **dict.fromkeys(
-        ("async_save", "async_checkpointing", "enable_async_checkpointing", "dist_ckpt_async"),
-        "remove it: training goes on while checkpoints are written; where the disk is slow see checkpoint.staging",
-    ),
-    **dict.fromkeys(
-        ("use_node_local_storage", "local_checkpoint_dir"), "set checkpoint.staging: a folder of each node"
-    ),
-    "save_safetensors": "remove it: weights are always saved as safetensors",
-    "strict": "remove it: unknown keys are always refused",
-    "type": "set the `format` of the entry: messages, alpaca, sharegpt, text, segments or another of data.format",
-    **dict.fromkeys(
-        ("unfrozen_parameters", "freeze_trainable_layers"),
-        "set method.freeze: the parameters that stay as they are, by patterns of their names",
-    ),
-    "special_tokens": "set model.new_tokens to those that the tokenizer lacks; the others it has by itself",
-    "enable_thinking": "set data.chat_template_kwargs: {{enable_thinking: {given}}}",
-    "pretraining_dataset": "set data.sources to it, and objective: language_modelling",
-    "validation_split_percentage": "set data.eval_split: {given} / 100",
-    "galore_rank": "set optimizer.args: {{rank: {given}}}",
-    "rope_scaling": "set model.path to a copy of the model whose config states it",
-    "cosine_min_lr_ratio": "set schedule: {{name: cosine_with_min_lr, args: {{min_lr_rate: {given}}}}}",
-    "noisy_embedding_alpha": "set extra: {{training_arguments: {{neftune_noise_alpha: {given}}}}}",
-    "gradient_accumulation_steps": "set batch.global_batch_size = micro-batch x {given} x number of processes",
-    "deepspeed": _ENGINE,
-    "fsdp": "set strategy.name: fsdp, and strategy.sharding for what is sharded",
-    "fsdp_config": "set strategy.name: fsdp, and strategy.sharding for what is sharded",
-    "save_strategy": "set checkpoint.save_steps or checkpoint.save_epochs",
-    "saves_per_epoch": "set checkpoint.save_epochs: 1 / {given}",
-    "evals_per_epoch": "set evaluation.every_steps",
-    "do_eval": "set data.eval_split for held-out rows",
-    "do_train": "remove it: a recipe always trains",
-    "pad_to_sequence_len": "remove it: rows are padded to the longest of their micro-batch",
-    "remove_unused_columns": "remove it: columns that no format has are not read",
-    **{
-        f"wandb_{key}": f"set logging.trackers: [wandb], and the environment variable WANDB_{key.upper()}={{given}}"
-        for key in ("project", "entity", "watch", "log_model")
-    },
-    "overwrite_output_dir": "set checkpoint.resume: never for a new run folder",
-    "dataset_text_field": "set data.columns: {{text: {given}}}",
-    "dataset_dir": "set data.sources to its files",
-    "label_smoothing_factor": "remove it: label smoothing is not supported",
-    "use_cache": "remove it: caches are for generating, and are off while training",
-}
-"""Keys that have no counterpart of their own."""
 
 OF_HARDWARE = ("co2_g_kwh", "ram_gib", "network_gbit_s", "power_w", "memory_gib", "tflops", "bandwidth_gb_s")
 _GATHERS = "set parallel.context to the number of devices that share a row and gather its keys and values"
@@ -375,7 +315,7 @@ HABITS: dict[str, dict[str, str]] = {
     "method": {"peft": "method.name: lora", "sft": "method.name: full", "none": "method.name: full"},
     "precision": _PRECISIONS,
     "objective": _OBJECTIVES,
-    "extra.deepspeed": {"*": f"{_ENGINE}; here stand only settings that a recipe has no key for"},
+    "extra.deepspeed": {"*": f"{ENGINE}; here stand only settings that a recipe has no key for"},
     "data.eval_split": {"#": "data: {{eval_split: 0.05, eval_max_samples: {given}}}"},
 }
 """A key or section of ours to values that other tools have for it; `#` stands for whole numbers above 0, `*`

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from toolkit.recipe.data import FORMATS
 from toolkit.recipe.dotted import inline
 from toolkit.recipe.libraries import PASSED
+from toolkit.recipe.other_advice import ADVICE
 from toolkit.recipe.other_names import (
-    ADVICE,
     BY_VALUE,
     HABITS,
     LISTS,
@@ -28,10 +28,13 @@ from toolkit.recipe.other_names import (
     TYPES,
     VALUES,
 )
-from toolkit.recipe.schema import Recipe, leaf_paths
+from toolkit.recipe.schema import Recipe, leaf_paths, sections
+from toolkit.recipe.spelling import did_you_mean
 
 _BY_LETTERS = {re.sub("_", "", key).lower(): key for key in (*ADVICE, *PLACES, *BY_VALUE)}
 """Keys of other tools by their letters alone: `loadIn4Bit` and `load-in-4bit` are `load_in_4bit`."""
+_SAYING_LITTLE = ("path", "name", "type")
+"""Keys that mean something else in every section."""
 _OF_SOURCES = {**{key: key for key in ("path", "name", "split", "revision")}, "field_messages": "columns"}
 """Keys of Axolotl's `datasets` to those of a source."""
 
@@ -44,34 +47,58 @@ def translation(key: str, given: Any, text: str) -> str:
         given: Its value.
         text: The value as it was written.
     """
+    if key.startswith("_"):  # Hydra's `_target_`, torchtune's `_component_`.
+        return ""
     key = _BY_LETTERS.get(re.sub("[_-]", "", key).lower(), key)
     if key in OF_HARDWARE:
         return f"write {key} of a device or its node into recipes/_hardware.yaml, see docs/hardware.md"
     key = "use_liger_kernel" if key.startswith("liger_") else key
-    if (given is None or given in ("", [], {})) and key in (*ADVICE, *PLACES, *BY_VALUE):
+    part = next((part for part, keys in PASSED.items() if key in keys), "")
+    if (given is None or given in ("", [], {})) and (part or key in (*ADVICE, *PLACES, *BY_VALUE)):
         return "remove it: it is empty"
-    if given is False and key in ADVICE:
+    if key in ADVICE and (given is False or str(given).lower() in ("no", "none")):
         return "remove it"
     if key == "saves_per_epoch" and isinstance(given, int) and given > 0:
         return f"write checkpoint.save_epochs: {1 / given:.4g}"
     if key in ADVICE:
         return ADVICE[key].format(given=text)
     if key in PLACES:
-        return _moved(PLACES[key], given, text)
-    if key in BY_VALUE:
+        return moved(PLACES[key], given, text)
+    if key in BY_VALUE and not (isinstance(given, Mapping) and _all_inside(given)):
         answers = BY_VALUE[key]
         if answer := _of(answers, given) or ("remove it" if given is False else ""):
             return _said(answer)
         return f"write {' or '.join(dict.fromkeys(filter(_is_written, answers.values())))}"
-    if part := next((part for part, keys in PASSED.items() if key in keys), ""):
+    if part:
         return f"write extra: {{{part}: {{{key}: {text}}}}}"
-    return "; ".join(filter(None, (_inside(*item) for item in given.items()))) if isinstance(given, Mapping) else ""
+    if key == "wandb" and isinstance(given, Mapping):
+        given = {f"wandb_{name}": value for name, value in given.items()}
+    return _all_inside(given) if isinstance(given, Mapping) else ""
+
+
+def _all_inside(section: Mapping[str, Any]) -> str:
+    """What to write instead of a section that only other tools have; empty if none of its keys is known."""
+    answers = {key: _inside(key, given) for key, given in section.items()}
+    said = [answer for answer in answers.values() if answer and not answer.startswith("remove it")]
+    left = ", ".join(key for key, answer in answers.items() if answer not in said)
+    return "; ".join(dict.fromkeys([*said, *([f"leave out {left}"] if left else [])])) if said else ""
 
 
 def _inside(key: str, given: Any) -> str:
-    """What to write for a key in a section that only other tools have."""
-    places = leaf_paths().get(key, [])
-    return f"write {places[0]}: {inline(given)}" if len(places) == 1 else translation(key, given, inline(given))
+    """What to write for a key in such a section."""
+    text = inline(given)
+    if section := sections().get(key):
+        main = f"{key}.{section.main_key}"
+        return habit(key, given) or (moved(main, given, text) if isinstance(given, str) else "")
+    if key in _SAYING_LITTLE:
+        return ""
+    if key in Recipe.model_fields:
+        return moved(key, given, text)
+    places = leaf_paths()
+    if key not in places and (said := translation(key, given, text)):
+        return said
+    known = places.get(key) or places.get(did_you_mean(key, places), [])
+    return moved(known[0], given, text) if len(known) == 1 and (key in places or is_accepted(known[0], given)) else ""
 
 
 def habit(place: str, given: Any) -> str:
@@ -84,8 +111,10 @@ def habit(place: str, given: Any) -> str:
     return value if " " in value else f"write {place}: {value}" if value else _said(answer)
 
 
-def _moved(place: str, given: Any, text: str) -> str:
+def moved(place: str, given: Any, text: str) -> str:
     """What to write at a key of ours for a value that stood elsewhere."""
+    if given is None:
+        return "remove it: it is empty"
     value = given
     if answer := _of(VALUES.get(place, {}), given):
         if " " in answer:

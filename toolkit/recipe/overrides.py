@@ -21,9 +21,10 @@ from hydra.errors import HydraException
 
 from toolkit.recipe import hydra_habits
 from toolkit.recipe.dotted import typed
-from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, literals
+from toolkit.recipe.errors import COMMAND_LINE, RecipeError, literals
 from toolkit.recipe.files import DEEPEST, EXTENDS, NAME, locate, options, texts_of
 from toolkit.recipe.other_tools import habit, is_accepted, translation
+from toolkit.recipe.problem import UNKNOWN_KEY, Problem
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 from toolkit.recipe.spelling import did_you_mean
 
@@ -229,7 +230,7 @@ def _full_key(key: str) -> str:
         raise RecipeError("", [Problem(key, what, COMMAND_LINE, hint=hydra_habits.hint(key))])
     if head in (*EXTENDS, "defaults"):
         hint = "a command takes one recipe, recipe=NAME; `toolkit cp recipe=NAME NEW` writes a file that extends it"
-        raise RecipeError("", [Problem(key, "unknown key", COMMAND_LINE, hint=hint)])
+        raise RecipeError("", [Problem(key, UNKNOWN_KEY, COMMAND_LINE, hint=hint)])
     if head in Recipe.model_fields:
         return key
     places = leaf_paths().get(head, [])
@@ -312,7 +313,7 @@ def _remove(key: str, result: Overrides) -> None:
     if section not in Recipe.model_fields or (leaf and known is not None and leaf.split(".")[0] not in known):
         close = did_you_mean(leaf or section, known or Recipe.model_fields)
         hint = f"did you mean `~{section + '.' if leaf else ''}{close}`?" if close else _ALL_KEYS
-        raise RecipeError("", [Problem(key, "unknown key", COMMAND_LINE, hint=hint)])
+        raise RecipeError("", [Problem(key, UNKNOWN_KEY, COMMAND_LINE, hint=hint)])
     result.groups.pop(key, None)
     kept = [one for one in result.values if one != key and not one.startswith(f"{key}.")]
     result.values = {one: result.values[one] for one in kept}

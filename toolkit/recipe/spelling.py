@@ -8,6 +8,9 @@ from collections.abc import Collection, Iterable
 
 from toolkit.recipe.other_names import TRUTH
 
+_A_SLIP = 2
+"""How many changes a word typed in haste has at most, so that its beginning may be one."""
+
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The known word of which this is a slip of typing, a part or the long form, or an empty string."""
@@ -22,7 +25,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     slips = {name: _slips(word, name, most) for name in folded if abs(len(name) - len(word)) <= min(most, 4)}
     nearest = max(slips, key=lambda name: (-slips[name], name), default="")
     if nearest and slips[nearest] <= most:
-        return folded[nearest]
+        # dpo_desirable_weight means desirable_weight, although as many changes lead to undesirable_weight.
+        meant = [name for name in folded if slips[nearest] > _A_SLIP and word.endswith(f"_{name}")]
+        return folded[meant[0] if meant else nearest]
     longer = [name for name in folded if _is_part(word, name) or _spells_out(word, name)]
     return folded[longer[0]] if len(longer) == 1 else ""
 

@@ -23,8 +23,9 @@ from toolkit.hub_cache import use_own
 from toolkit.models.imports import import_deepspeed, quick_imports
 from toolkit.output import add_help, add_verbosity, quiet_libraries, start_logging
 from toolkit.recipe import split_arguments
-from toolkit.recipe.errors import as_text, warn
+from toolkit.recipe.errors import as_text
 from toolkit.recipe.hydra_habits import refuse_flags
+from toolkit.recipe.problem import warn
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.show import keys_text
 from toolkit.train.continued import as_begun

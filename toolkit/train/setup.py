@@ -26,7 +26,7 @@ from toolkit.models.load import ModelSource
 from toolkit.models.step_casts import StepCasts, drop_with_layers
 from toolkit.models.teacher import load_teacher
 from toolkit.recipe import Loaded, Recipe
-from toolkit.recipe.errors import warn
+from toolkit.recipe.problem import warn
 from toolkit.recipe.rules import warnings_of_length
 from toolkit.recipe.sections import EVA_ROWS
 from toolkit.report.terminal import Progress

@@ -12,10 +12,11 @@ from typing import Any
 
 from toolkit.recipe import compilation, model_configs
 from toolkit.recipe.base import Section
-from toolkit.recipe.errors import COMMAND_LINE, ENOUGH, Problem, RecipeError, Rule, as_text, origin_of
+from toolkit.recipe.errors import COMMAND_LINE, ENOUGH, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.module_names import name_problems, whole_numbers
 from toolkit.recipe.precisions import PRECISIONS
+from toolkit.recipe.problem import Problem
 from toolkit.recipe.rules.distillation import DISTILLATION_RULES, distillation_figures
 from toolkit.recipe.rules.embedding import EMBEDDING_RULES, embedding_figures
 from toolkit.recipe.rules.expert import EXPERT_RULES, nearest_experts

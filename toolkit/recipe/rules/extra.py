@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from toolkit.recipe.errors import Problem, origin_of
+from toolkit.recipe.errors import origin_of
 from toolkit.recipe.libraries import PASSED, fields, flat, uncounted
 from toolkit.recipe.other_tools import translated_keys
+from toolkit.recipe.problem import UNKNOWN_KEY, Problem
 from toolkit.recipe.schema import Recipe, leaf_paths
 from toolkit.recipe.spelling import did_you_mean
 
@@ -170,7 +171,7 @@ def extra_problems(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[Probl
             elsewhere = next((other for other in PASSED if key in fields()[other]), "")
             close = f"extra.{elsewhere}.{key}" if elsewhere else did_you_mean(key, known)
             hint = f"did you mean `{close}`?" if close else "remove it"
-            yield problem("unknown key", hint, ", ".join(PASSED[part]))
+            yield problem(UNKNOWN_KEY, hint, ", ".join(PASSED[part]))
 
 
 def extra_warnings(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[Problem]:
