@@ -45,7 +45,7 @@ ADVICE = {
     "greater_is_better": "remove it: it is known of each metric that checkpoint.keep_best takes",
     **dict.fromkeys(("eval_strategy", "evaluation_strategy", "evals_per_epoch"), _EVALUATION),
     **dict.fromkeys(("relora_steps", "relora", "use_badam"), "remove it: it is not supported"),
-    **dict.fromkeys(("processor_type", "image_max_pixels"), "remove it: images are not read, models of images are trained on text"),
+    **dict.fromkeys(("processor_type", "image_max_pixels"), "remove it: models of images are trained on text alone"),
     **dict.fromkeys(("token", "hub_token", "hf_token"), "remove it: log in with `hf auth login`, or export HF_TOKEN"),
     **dict.fromkeys(
         ("use_liger_kernel", "enable_liger_kernel"),
