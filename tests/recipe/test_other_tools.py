@@ -364,3 +364,17 @@ def test_a_key_of_another_tool(mine: Path, line: str, change: str) -> None:
         load("mine")
     (problem,) = caught.value.problems
     assert problem.what == "unknown key" and change in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("override", "change"),
+    [
+        ("warmup_steps=0.03", "schedule.warmup_ratio to a share of them"),
+        ("save_steps=0.5", "a share of them is not taken"),
+        ("max_steps=-1", "remove it: epochs count where it is not set"),
+    ],
+)
+def test_a_value_of_another_tool_for_a_key_of_ours(override: str, change: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("smollm2_135m_lora_demo", [override])
+    assert change in caught.value.problems[0].hint

@@ -107,6 +107,8 @@ def habit(place: str, given: Any) -> str:
     is_count = isinstance(given, int) and not isinstance(given, bool) and given > 0
     answer = _of(answers, given) or (answers.get("#", "").format(given=given) if is_count else "")
     answer = answer or (answers.get("*", "") if isinstance(given, str) else "")
+    if not answer and isinstance(given, float) and 0 < given < 1:  # A share, where a number of steps is taken.
+        answer = REFUSED.get(place, "").format(place=place)
     value = "" if answer else _of(VALUES.get(place, {}), given)
     return value if " " in value else f"write {place}: {value}" if value else _said(answer)
 
