@@ -84,7 +84,7 @@ AUDIT: dict[str, Any] = {
     "deduplicate": False,
     "duplicates": 41,
     "in_train_and_eval": 0,
-    "chat_template": {"source": "the tokenizer's", "needed": True, "given": False},
+    "chat_template": {"source": "the tokenizer's", "needed": True, "given": False, "stops": []},
     "kinds": ["Chat"],
     "packing": None,
     "problems": [
