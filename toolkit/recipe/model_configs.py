@@ -335,7 +335,7 @@ def _tokens(file: Path, modified: int) -> tuple[dict[str, int], dict[str, int]]:
 def stored_form(config: Mapping[str, Any]) -> str:
     """What a model's files hold in fewer bits than 16, by the name of its `quant_method`; empty if they do not."""
     stored = config.get("quantization_config") or text_config(config).get("quantization_config")
-    if not isinstance(stored, Mapping):
+    if not stored or not isinstance(stored, Mapping):
         return ""
     if stored.get("load_in_4bit") or stored.get("load_in_8bit"):
         return "bitsandbytes"
