@@ -137,6 +137,15 @@ def test_content_of_another_kind_is_refused(content: Any) -> None:
     assert "content of another kind than text" in refused(says(content))
 
 
+def test_what_anthropic_calls_a_part_is_refused_with_what_it_is_here() -> None:
+    used = {"type": "tool_use", "id": "a", "name": "look", "input": {"at": "b"}}
+    said = refused(says([{"type": "text", "text": "Hm."}, used], "assistant"))
+    assert "content of another kind than text, 'tool_use'" in said and '{"type": "tool_call", "name"' in said
+    call = {key: used[key] for key in ("name", "input")} | {"type": "tool_call"}
+    (called,) = one(says([{"type": "text", "text": "Hm."}, call], "assistant"))["tool_calls"]
+    assert called["function"] == {"name": "look", "arguments": {"at": "b"}}
+
+
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_message_and_its_parts_say_under_every_name_whether_they_are_trained(name: str) -> None:
     for value in (True, False, 1, 0, 1.0, 0.0):

@@ -327,6 +327,13 @@ def test_weights_are_read_to_the_device_unless_they_are_divided_first(
     assert [(given.get("device_map") or {}).get("") for given in maps] == [on_cpu, on_gpu]
 
 
+def test_the_files_of_a_model_are_those_that_are_read(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "llama", tmp_path / "twice")
+    shutil.copy(tmp_path / "twice/model.safetensors", tmp_path / "twice/consolidated.safetensors")
+    source = ModelSource.open(recipe(f"model.path={tmp_path / 'twice'}"))
+    assert sorted(file.name for file in source.weight_files()) == ["config.json", "model.safetensors"]
+
+
 def test_what_processes_divide_is_read_as_it_lies_in_its_files(place: Path, tmp_path: Path) -> None:
     """Mapped into memory, once for all of them; what is not in 16 bits throughout is converted as ever."""
     kinds = {"half": {}, "mixed": {"model.norm.weight": torch.float32}}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.recipe.model_configs import bundled
+from toolkit.recipe.module_names import tensor_files
 from toolkit.recipe.rules import check
 from toolkit.recipe.schema import Recipe
 
@@ -119,6 +120,30 @@ def test_files_that_hold_no_names_are_no_reason_to_refuse(tmp_path: Path) -> Non
     saved(tmp_path, ["transformer.h.0.attn.c_attn.weight"], True)
     assert not problems(str(tmp_path), name="lora", target_modules=["c_attn"], modules_to_save=["lm_head"])
     assert problems(str(tmp_path), name="lora", target_modules=["c_attm"])
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_other_forms_of_the_weights_beside_a_model_are_not_read(tmp_path: Path, sharded: bool) -> None:
+    """As Mistral's repositories hold them twice, and others an export in 8 bits."""
+
+    def write(name: str, tensor: str, dtype: str) -> Path:
+        head = json.dumps({tensor: {"dtype": dtype, "shape": [1], "data_offsets": [0, 0]}}).encode()
+        (tmp_path / name).write_bytes(len(head).to_bytes(8, "little") + head)
+        return tmp_path / name
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    first, second = ("model-1-of-2.safetensors", "model-2-of-2.safetensors") if sharded else ("model.safetensors", "")
+    files = [write(each, "model.layers.0.attn.wq.weight", "BF16") for each in (first, second) if each]
+    if sharded:
+        index = {f"model.layers.{n}.attn.wq.weight": file.name for n, file in enumerate(files)}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    write("consolidated.safetensors", "layers.0.attention.wk.weight", "BF16")
+    write("model_int8.safetensors", "model.layers.0.attn.wq.weight", "I8")
+    assert tensor_files(tmp_path) == files
+    assert not problems(str(tmp_path), name="lora", target_modules=["wq"])
+    assert "no module 'wk'" in problems(str(tmp_path), name="lora", target_modules=["wk"])[0]
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    assert tensor_files(tmp_path) == ([] if sharded else files)
 
 
 def test_every_bundled_model_lists_its_names() -> None:

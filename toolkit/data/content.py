@@ -79,8 +79,9 @@ class Content:
             self.calls += calls if isinstance(calls, list) else [calls]
         else:
             raise UserError(
-                f"{self.where} has content of another kind than text",
-                "change or remove the row; content is a string, or a list of text parts",
+                f"{self.where} has content of another kind than text{f', {kind!r}' if isinstance(kind, str) else ''}",
+                'change or remove the row; content is a string, or a list of parts as {"type": "text", "text": …} or '
+                '{"type": "tool_call", "name": …, "arguments": {…}}; a result is a message of the role `tool`',
             )
 
 

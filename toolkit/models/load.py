@@ -55,6 +55,7 @@ from toolkit.models.sentence_files import POOLING, pooling_of
 from toolkit.models.tokenizer_limits import check_growth
 from toolkit.recipe import Recipe
 from toolkit.recipe.heads import OF_TEXTS, REWARD
+from toolkit.recipe.module_names import tensor_files
 
 _log = logging.getLogger("toolkit.models")
 _IN_16_BITS = {"BF16": "bfloat16", "F16": "float16"}
@@ -192,7 +193,7 @@ class ModelSource:
         assert opened, "what was opened is there"
         if gguf:
             return [opened]
-        return [file for pattern in ("*.safetensors", "config.json") for file in opened.parent.glob(pattern)]
+        return [*tensor_files(opened.parent), opened]
 
     def load(self, dtypes: Dtypes, backend: str, elsewhere: Sequence[str] = ()) -> PreTrainedModel:
         """The weights, stored as the recipe says.

@@ -25,6 +25,7 @@ from toolkit.recipe.spelling import did_you_mean
 
 _LONGEST_HEAD = 10**8
 """Bytes; the library reads none that are longer."""
+_SINGLE = "model.safetensors"
 _MANY = re.compile(r"<(\d+)>")
 """In a name of the bundle: so many layers, counted from 0."""
 
@@ -128,14 +129,27 @@ def _expanded(name: str) -> Iterator[str]:
 
 
 def _stored(folder: Path) -> list[str]:
-    """Names in an index of safetensors, or in the head of a single file."""
-    index = folder / "model.safetensors.index.json"
+    """Names in the head of a single file of safetensors, or in the index of several."""
+    return list(_head(folder / _SINGLE) or _index(folder))
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """The files of safetensors that Transformers reads a model from: one, or those that its index names. Beside them
+    the same weights may lie in other forms, as Mistral's in `consolidated.safetensors`."""
+    if (single := folder / _SINGLE).is_file():
+        return [single]
+    named = {folder / name for name in _index(folder).values() if isinstance(name, str)}
+    return sorted(filter(Path.is_file, named or folder.glob("*.safetensors")))
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    """Name of each tensor to its file; empty where there is no such index. What is wrong with one is said when it is
+    read for the weights."""
     try:
-        if index.is_file():
-            return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        index = json.loads((folder / f"{_SINGLE}.index.json").read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []  # What is wrong with it is said when it is loaded.
-    return list(_head(folder / "model.safetensors"))
+        return {}
+    return index if isinstance(index, dict) else {}
 
 
 def _head(file: Path) -> dict[str, Any]:
@@ -164,7 +178,7 @@ def whole_numbers(folder: Path | None, config: Mapping[str, Any]) -> str:
     """
     if folder is None or "quantization_config" in config:
         return ""
-    tensors = (each for file in sorted(folder.glob("*.safetensors")) for each in _head(file).items())
+    tensors = (each for file in tensor_files(folder) for each in _head(file).items())
     wrong = (
         f"{name} ({about['dtype']})"
         for name, about in tensors
