@@ -15,15 +15,18 @@ from safetensors.torch import load_file, save_file
 from small import LORA, RECIPE
 from tiny import chat_rows, tiny_kind
 from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from toolkit.cli.main import main as cli
 from toolkit.distributed.engines import dtypes
 from toolkit.models import packed_int4
 from toolkit.models.load import ModelSource
+from toolkit.models.low_bit_files import restoring
 from toolkit.recipe.rules import load_checked
 from toolkit.train.main import main
 
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+BLOCK = 24
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 FORMS = {"llama": "fp8", "qwen3_moe": "fp8", "gpt_oss": "mxfp4", "qwen2": "compressed-tensors"}
@@ -32,13 +35,16 @@ fused."""
 
 
 def in_fp8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Two by two blocks with a scale each."""
-    rows, columns = (size // 2 for size in weight.shape)
-    blocks = weight.float().view(2, rows, 2, columns)
+    """Blocks with a scale each, of which the last ones are cut off."""
+    rows, columns = weight.shape
+    down, across = (-(-size // BLOCK) for size in weight.shape)
+    whole = torch.zeros(down * BLOCK, across * BLOCK)
+    whole[:rows, :columns] = weight
+    blocks = whole.view(down, BLOCK, across, BLOCK)
     scales = blocks.abs().amax((1, 3)) / 448
     codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
-    restored = (codes.float() * scales[:, None, :, None]).view_as(weight)
-    return {"": codes.view(weight.shape), "_scale_inv": scales}, restored
+    restored = (codes.float() * scales[:, None, :, None]).view_as(whole)
+    return {"": codes.view(whole.shape)[:rows, :columns], "_scale_inv": scales}, restored[:rows, :columns]
 
 
 def in_mxfp4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -87,6 +93,17 @@ def publish(kind: str, folder: Path) -> None:
     config = json.loads((few / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = FP8 if FORMS[kind] == "fp8" else MXFP4
     (few / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(100, 48), (40, 50), (20, 60), (48, 24)])
+def test_blocks_of_fp8_may_be_cut_off_at_the_end(rows: int, columns: int) -> None:
+    """As in files of DeepSeek-V3, whose shapes are no multiples of its blocks."""
+    scales = torch.rand(-(-rows // BLOCK), -(-columns // BLOCK)) + 0.5
+    codes = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    each = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    with restoring(FP8):
+        found = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    assert torch.equal(found, codes.float() * each)
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,14 @@ What is restored can be stored in other few bits at once, as `method.quantizatio
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.nn import functional
 from transformers import core_model_loading, modeling_utils
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from toolkit.models.adapters import kept_in_fp32
@@ -54,8 +56,28 @@ def restoring(form: Mapping[str, Any] | None) -> Iterator[None]:
     with (
         patch.object(modeling_utils, "get_model_conversion_mapping", restored),
         patch.object(core_model_loading, "spawn_materialize", as_it_lies),
+        patch.object(Fp8Dequantize, "_dequantize_one", _of_whole_blocks(form)),
     ):
         yield
+
+
+def _of_whole_blocks(form: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
+    """Restores weights in fp8 whose last blocks are cut off, too, as of DeepSeek-V3's 576 rows. Transformers 5.23 takes
+    blocks to be equal shares of a weight, and fails."""
+    restore = Fp8Dequantize._dequantize_one
+
+    def restored(self: Any, codes: torch.Tensor, scales: torch.Tensor, output_dtype: Any = None) -> torch.Tensor:
+        blocks = form.get("weight_block_size")
+        if not blocks or codes.dtype != torch.float8_e4m3fn or scales.ndim < 2:
+            return restore(self, codes, scales, output_dtype)
+        whole = [count * size for count, size in zip(scales.shape[-2:], blocks, strict=True)]
+        rows, columns = codes.shape[-2:]
+        if not (whole[0] - blocks[0] < rows < whole[0] or whole[1] - blocks[1] < columns < whole[1]):
+            return restore(self, codes, scales, output_dtype)
+        padded = functional.pad(codes.float(), (0, whole[1] - columns, 0, whole[0] - rows))
+        return restore(self, padded, scales, output_dtype)[..., :rows, :columns].contiguous()
+
+    return restored
 
 
 def finish_restoring(model: Any, dtype: torch.dtype) -> None:
