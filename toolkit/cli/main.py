@@ -19,8 +19,8 @@ from toolkit.output import add_help, add_verbosity, quiet_libraries, start_loggi
 
 _EPILOG = """\
 examples:
-  toolkit init                              start a recipe folder here
-  toolkit cp recipe=qwen3_0_6b_lora mine    a recipe of your own, as a diff
+  toolkit init                              start a folder here, with recipe mine
+  toolkit cp recipe=qwen3_0_6b_lora larger  another of your own, as a diff
   toolkit validate recipe=mine              every problem at once
   toolkit plan recipe=mine hardware=h100x8  does it fit, how long, what cost
   toolkit launch recipe=mine                train it on all GPUs of this machine
