@@ -58,6 +58,66 @@ def test_negatives_stand_in_one_column_or_several(negatives: dict[str, Any]) -> 
     assert f"set embedding.negatives={3 if 'negatives' in negatives else 2}" in str(refused.value)
 
 
+def spread(row: dict[str, Any], **settings: Any) -> list[list[str]]:
+    task = Task("embedding", "auto", False, embedding=Embedding.model_validate(settings))
+    row_format = recognise([row], Source.model_validate({"path": "x"}), task)
+    return [row_format.convert(each, where).texts for where, each in row_format.rows([("x row 1", row)])]  # type: ignore[union-attr]
+
+
+MESSAGE = {"role": "user", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"query": "a", "pos": ["b", "c"], "neg": ["d", "e"]}, [["a", "b", "d"], ["a", "c", "d"]]),
+        ({"query": "a", "pos": '["b", "c"]', "neg": '["d"]'}, [["a", "b", "d"], ["a", "c", "d"]]),
+        ({"query": "a", "pos": ["[1, 2]"], "neg": ["[3]"]}, [["a", "[1, 2]", "[3]"]]),
+        (
+            {
+                "query_id": "1",
+                "query": "a",
+                "positive_passages": [{"docid": "7", "title": "T", "text": "b"}],
+                "negative_passages": [{"docid": "8", "title": "", "text": "d"}, {"docid": "9", "text": "e"}],
+            },
+            [["a", "T b", "d"]],
+        ),
+        (
+            {
+                "messages": [MESSAGE | {"content": "a"}],
+                "positive_messages": [[MESSAGE], [MESSAGE | {"content": "c"}]],
+                "negative_messages": [[MESSAGE | {"content": "d"}]],
+            },
+            [["a", "b", "d"], ["a", "c", "d"]],
+        ),
+        ({"anchor": "a", "positive": ["b", "c"], "negative": "d"}, [["a", "b", "d"], ["a", "c", "d"]]),
+    ],
+)
+def test_every_positive_of_a_list_makes_a_row(row: dict[str, Any], texts: list[list[str]]) -> None:
+    assert spread(row, negatives=1) == texts
+
+
+def test_lists_of_negatives_are_counted_and_no_more_than_usual_are_proposed() -> None:
+    with pytest.raises(UserError, match="has negatives in `neg`") as refused:
+        spread({"query": "a", "pos": ["b"], "neg": [f"n{n}" for n in range(200)]})
+    assert "embedding.negatives=7" in str(refused.value) and "'data.ignore=[neg]'" in str(refused.value)
+
+
+def test_a_conversation_is_no_text() -> None:
+    turns = [MESSAGE, {"role": "assistant", "content": "c"}]
+    with pytest.raises(UserError, match="x row 1: `positive` is no text"):
+        spread({"query": "a", "pos": turns})
+    with pytest.raises(UserError, match="x row 1: `positive` is no text"):
+        spread({"messages": [MESSAGE], "positive_messages": [turns]})
+
+
+def test_instructions_of_rows_are_refused() -> None:
+    with pytest.raises(UserError, match="says in `prompt` what stands before its anchors, such as 'Find: '") as refused:
+        spread({"query": "a", "pos": ["b"], "neg": [], "prompt": "Find: "})
+    assert "embedding.query_prompt" in str(refused.value)
+    assert spread({"query": "a", "pos": ["b"], "neg": [], "prompt": ""}) == [["a", "b"]]
+
+
 def test_rows_with_too_few_negatives_are_refused() -> None:
     with pytest.raises(UserError, match=r"x row 1 has 1 negatives, and embedding.negatives asks for 2"):
         read({"anchor": "a", "positive": "b", "negative": "c"}, negatives=2)

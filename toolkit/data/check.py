@@ -74,6 +74,6 @@ def _check(source: Source, task: Task) -> bool:
     if not files or any(readers.kind(file) in _WHOLE and file.stat().st_size > _WHOLE_BYTES for file in files[:1]):
         return False
     head = list(itertools.islice(reader.rows(), _ROWS))
-    rows = recognise([row for _, row in head], source, task)
-    is_silent = [is_empty(rows.convert(row, where), task) for where, row in head]
+    found = recognise([row for _, row in head], source, task)
+    is_silent = [is_empty(found.convert(row, where), task) for where, row in found.rows(head)]
     return all(is_silent) and len(head) < _ROWS

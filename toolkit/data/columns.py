@@ -142,7 +142,7 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
     ),
     _each(
         ("positive_messages", "negative_messages"),
-        Meaning("what an embedding is near to or far from, which has no trainer yet", "remove these rows", _CHATS),
+        Meaning("what an embedding is near to or far from", "set objective=embedding to learn it", _CHATS),
     ),
     _each(("choices", "options"), Meaning("the choices of a question", "write them into the question", _PROMPTS)),
     _each(("documents",), Meaning("documents to answer from", "write them into the prompt", _ANSWERS)),

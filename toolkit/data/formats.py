@@ -6,7 +6,7 @@ on, which the audit counts. (Data sets' `cast` or a Pydantic model per format wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ from toolkit.data.preferences import read_preference
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.proposal import are_texts, listed
 from toolkit.data.ratings import Ratings
-from toolkit.data.related import read_related
+from toolkit.data.readers import RawRow
+from toolkit.data.related import one_positive_each, read_related
 from toolkit.data.rows import (
     Chat,
     Completion,
@@ -85,6 +86,10 @@ class RowFormat:
         actual |= {self.verdict} if self.verdict else set()
         actual |= self.ratings.columns() if self.ratings else set()
         return actual | {name.partition(".")[0] for name in actual}
+
+    def rows(self, raws: Iterable[RawRow]) -> Iterator[RawRow]:
+        """The rows to convert: of texts that belong together, several positives of one anchor make a row each."""
+        return one_positive_each(raws, self.columns["positive"]) if self.name == "related" else iter(raws)
 
     def convert(self, raw: Mapping[str, Any], where: str) -> Row:
         """The normal form of one row.

@@ -16,6 +16,7 @@ from toolkit.common import UserError
 from toolkit.data.columns import EMPTY, MEDIA, mapping_text, parsed, value_at
 from toolkit.data.messages import FLAGS, are_messages, conversation_in, holds_messages, read_messages, read_tools
 from toolkit.data.proposal import check_named, listed
+from toolkit.data.readers import RawRow
 from toolkit.data.rewards import ANSWER
 from toolkit.data.rows import Chat, Completion, Prompted
 
@@ -53,6 +54,10 @@ class PromptFormat:
     def used_columns(self) -> set[str]:
         """All that are not ignored: the model is asked the prompt, and rewards are given the others."""
         return set(self.present)
+
+    def rows(self, raws: Iterable[RawRow]) -> Iterator[RawRow]:
+        """The rows to convert: all, as they are."""
+        return iter(raws)
 
     def convert(self, raw: Mapping[str, Any], where: str) -> Prompted:
         """The normal form of one row.

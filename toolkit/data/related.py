@@ -8,7 +8,7 @@ do not belong together after all is refused, not left unused.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from toolkit.common import UserError, count_text
-from toolkit.data.columns import EMPTY, by_lower_case, mapping_text, parsed
+from toolkit.data.columns import EMPTY, by_lower_case, mapping_text, parsed, value_at
 from toolkit.data.labelled import PAIRS_OF_TEXTS, check_format
+from toolkit.data.readers import RawRow
 from toolkit.data.rows import Related
 from toolkit.recipe.data import FORMATS, Source
 from toolkit.recipe.embedding import COSENT, Embedding
@@ -26,10 +27,16 @@ from toolkit.recipe.embedding import COSENT, Embedding
 _PAIRS = (
     *(("anchor", "positive"), ("query", "positive"), ("question", "positive"), ("question", "answer")),
     *(("query", "answer"), ("query", "document"), *PAIRS_OF_TEXTS),
+    *(("query", "pos"), ("query", "positive_passages"), ("query", "positives"), ("messages", "positive_messages")),
 )
-"""What columns of an anchor and its positive are called."""
+"""What columns of an anchor and its positive are called; the last ones by FlagEmbedding, Tevatron and ms-swift, who
+write lists of positives."""
 _SCORES = ("score", "similarity_score", "similarity", "relatedness_score", "is_duplicate", "label")
 _NEGATIVES = FORMATS["related"][1]
+_LISTS_OF_NEGATIVES = ("neg", "negative_passages", "hard_negatives", "negative_messages")
+"""What `negatives` are called beside these."""
+_USUAL_NEGATIVES = 7
+"""How many of a longer list are proposed; FlagEmbedding's recipes learn from so many."""
 
 Columns = dict[str, str]
 
@@ -84,14 +91,18 @@ def related_columns(
             f"set embedding.loss=cosent to learn from scores, or keep the pairs that do and set "
             f"'data.ignore=[{scores[0]}]'",
         )
+    _refuse_prompts(rows, spelt.get("prompt", ""), source.path)
     found |= {name: spelt[name] for name in _NEGATIVES if name in spelt and name not in found}
-    named = [name for name in _NEGATIVES if name in found]
+    listed = next((spelt[name] for name in _LISTS_OF_NEGATIVES if name in spelt), None)
+    if listed and not found.keys() & {*_NEGATIVES}:
+        found["negatives"] = listed
+    named = [name for name in _NEGATIVES if name in found and any(_listed(row.get(found[name])) for row in rows)]
     if named and not settings.negatives:
-        count = sum(len(_listed(first[found[name]])) if found[name] in first else 1 for name in named)
+        count = min(sum(len(_listed(row.get(found[name]))) for name in named) for row in rows)
         raise UserError(
             f"data source `{source.path}` has negatives in {', '.join(f'`{found[name]}`' for name in named)}, and "
             "embedding.negatives is 0",
-            f"set embedding.negatives={count or 1}, or 'data.ignore=[{', '.join(found[name] for name in named)}]' to "
+            f"set embedding.negatives={max(1, min(count, _USUAL_NEGATIVES))}, or 'data.ignore=[{', '.join(found[name] for name in named)}]' to "
             "learn without them",
         )
     return found
@@ -106,6 +117,29 @@ def _refuse_classes(found: Columns, source: str) -> None:
             "write a `score` that is higher for what is nearer, or keep the pairs that belong together and set "
             f"embedding.loss=multiple_negatives_ranking 'data.ignore=[{found['score']}]'",
         )
+
+
+def _refuse_prompts(rows: Sequence[Mapping[str, Any]], column: str, source: str) -> None:
+    """Refuses FlagEmbedding's instructions of rows: what stands before anchors is one text, which is saved."""
+    prompts = list(dict.fromkeys(row[column] for row in rows if column and row.get(column) not in EMPTY))
+    if not prompts:
+        return
+    raise UserError(
+        f"data source `{source}` says in `{column}` what stands before its anchors, such as {prompts[0]!r}, and would "
+        "be learnt without it",
+        f"set embedding.query_prompt to it and 'data.ignore=[{column}]'; a model has one such text, so write others "
+        "into the anchors themselves",
+    )
+
+
+def one_positive_each(rows: Iterable[RawRow], column: str) -> Iterator[RawRow]:
+    """Rows of which each has one positive: a list of several in this column makes as many rows."""
+    for where, row in rows:
+        positives = _listed(value_at(row, column))
+        if len(positives) < 2 or any(isinstance(each, Mapping) and "role" in each for each in positives):
+            yield where, row
+        else:
+            yield from ((where, {**row, column: each}) for each in positives)
 
 
 def form_of(settings: Embedding) -> str:
@@ -123,9 +157,9 @@ def read_related(row: Mapping[str, Any], where: str, settings: Embedding) -> Rel
         both = [_text(row, name, where) for name in FORMATS["scored"][0][:2]]
         return Related(both, _score(row, where), *_prompts(settings))
     texts = [_text(row, name, where) for name in FORMATS["related"][0]]
-    negatives = [each for name in _NEGATIVES if name in row for each in _listed(row[name])]
-    if not all(isinstance(each, str) for each in negatives):
-        raise UserError(f"{where}: a negative is no text", "correct the row, or name another column in `data.columns`")
+    negatives = [
+        text for name in _NEGATIVES if name in row for each in _listed(row[name]) if (text := _said(each, name, where))
+    ]
     if len(negatives) < settings.negatives:
         raise UserError(
             f"{where} has {len(negatives)} negatives, and embedding.negatives asks for {settings.negatives}",
@@ -149,7 +183,15 @@ def _prompts(settings: Embedding) -> tuple[str, str]:
 
 
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:
-    value = row[name]
+    return _said(row[name], name, where)
+
+
+def _said(value: Any, name: str, where: str) -> str:
+    """A text, which may be a passage with a title, written before it as Tevatron does, or the one message of a chat,
+    as ms-swift has it; a list of one of these counts as that one."""
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(value, Mapping) and (text := value.get("text", value.get("content"))) not in EMPTY:
+        value = text if value.get("title") in EMPTY else f"{value['title']} {text}"
     if value in EMPTY:
         return ""
     if not isinstance(value, str):
@@ -158,8 +200,10 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _listed(value: Any) -> list[Any]:
-    """One negative or several, which may be written as JSON."""
-    value = parsed(value) if isinstance(value, str) and value.startswith("[") else value
+    """One text or several, which may be written as JSON."""
+    written = parsed(value) if isinstance(value, str) and value.startswith("[") else None
+    if isinstance(written, list) and not any(isinstance(each, int | float) for each in written):
+        value = written
     return [each for each in (value if isinstance(value, list) else [value]) if each not in EMPTY]
 
 

@@ -53,7 +53,8 @@ def open_rows(reader: Reader, task: Task) -> tuple[RowFormat | PromptFormat, Ite
     """
     rows = reader.rows()
     head = list(itertools.islice(rows, FIRST_ROWS))
-    return recognise([row for _, row in head], reader.source, task), itertools.chain(head, rows)
+    found = recognise([row for _, row in head], reader.source, task)
+    return found, found.rows(itertools.chain(head, rows))
 
 
 def has_placeholder(text: str) -> bool:

@@ -181,7 +181,9 @@ class _Side:
         if not taken:
             raise UserError(f"{source.path} is not local, or can only be read whole")
         row_format = recognise([row for _, row in taken], source, counter.task)
-        counted = list(counter([row_format.convert(row, where) for where, row in taken]))
+        rows = [*row_format.rows(taken)]
+        self.rows *= len(rows) / len(taken)
+        counted = list(counter([row_format.convert(row, where) for where, row in rows]))
         self.counted = np.array(counted, dtype=np.float64).reshape(-1, 3).T
 
 
