@@ -30,6 +30,10 @@ def test_figures_of_classes_are_those_of_their_counts() -> None:
         # Also what IOB2 does not write is an entity to CoNLL's script.
         ("O I-LOC I-LOC", {("LOC", 1, 2)}),
         ("B-PER I-LOC", {("PER", 0, 0), ("LOC", 1, 1)}),
+        ("B-PER E-PER E-PER S-LOC I-LOC", {("PER", 0, 1), ("PER", 2, 2), ("LOC", 3, 3), ("LOC", 4, 4)}),
+        ("S-PER S-PER O B-LOC I-LOC E-LOC", {("PER", 0, 0), ("PER", 1, 1), ("LOC", 3, 5)}),
+        ("U-PER B-LOC L-LOC I-LOC", {("PER", 0, 0), ("LOC", 1, 2), ("LOC", 3, 3)}),
+        ("B-PER M-PER E-PER", {("PER", 0, 2)}),
         ("O O", set()),
         ("", set()),
     ],
@@ -51,4 +55,6 @@ def test_an_entity_counts_if_type_and_both_ends_are_right() -> None:
 
 def test_only_tags_of_entities_have_types() -> None:
     assert entity_types(["O", "B-PER", "I-PER", "B-LOC"]) == ["LOC", "PER"]
+    assert entity_types(["O", "S-PER", "B-LOC", "E-LOC", "I-LOC"]) == ["LOC", "PER"]
+    assert entity_types(["O", "U-PER", "L-PER"]) == ["PER"] and entity_types(["B-PER", "X-LOC"]) == []
     assert entity_types(["NOUN", "VERB"]) == [] and entity_types(["O"]) == []

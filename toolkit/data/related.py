@@ -102,7 +102,8 @@ def related_columns(
         raise UserError(
             f"data source `{source.path}` has negatives in {', '.join(f'`{found[name]}`' for name in named)}, and "
             "embedding.negatives is 0",
-            f"set embedding.negatives={max(1, min(count, _USUAL_NEGATIVES))}, or 'data.ignore=[{', '.join(found[name] for name in named)}]' to "
+            f"set embedding.negatives={max(1, min(count, _USUAL_NEGATIVES))}, or "
+            f"'data.ignore=[{', '.join(found[name] for name in named)}]' to "
             "learn without them",
         )
     return found

@@ -1,8 +1,9 @@
 """How well classes are told apart: of rows by a confusion matrix, of entities by their words.
 
 Entities are those of CoNLL's evaluation, as seqeval counts them by default: a run of words whose tags name one type,
-begun by `B-`, by a change of type, or by any tag behind a word outside; an entity is found if type, first and last word
-are those of the label. A figure without anything to be counted is 0, as in scikit-learn.
+begun by `B-` or `S-`, by a change of type, or by any tag behind a word outside or an entity that `E-` or `S-` has
+ended. BILOU's `U-` and `L-`, and BMES's `M-`, are read as `S-`, `E-` and `I-`. An entity is found if type, first and
+last word are those of the label. A figure without anything to be counted is 0, as in scikit-learn.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from toolkit.common import UserError
 from toolkit.recipe import Recipe
 
 _OUTSIDE = "O"
-_PREFIXES = ("B-", "I-")
+_MARKS = {"B": "B", "I": "I", "E": "E", "S": "S", "U": "S", "L": "E", "M": "I"}
+"""What stands before a type, and which of IOBES it is."""
 
 
 def class_figures(table: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, Any]:
@@ -40,9 +42,9 @@ def class_figures(table: Sequence[Sequence[int]], names: Sequence[str]) -> dict[
 
 
 def entity_types(names: Sequence[str]) -> list[str]:
-    """Types of entities that these classes tag, as IOB2 does; none if they are no such tags."""
+    """Types of entities that these classes tag, as IOB2, IOBES or BILOU does; none if they are no such tags."""
     tags = [name for name in names if name != _OUTSIDE]
-    if not tags or not all(name.startswith(_PREFIXES) for name in tags):
+    if not tags or not all(name[:1] in _MARKS and name[1:2] == "-" for name in tags):
         return []
     return sorted({name[2:] for name in tags})
 
@@ -55,8 +57,8 @@ def require_entities(recipe: Recipe, names: Sequence[str]) -> None:
     """
     if recipe.checkpoint.keep_best == "eval_entity_f1" and not entity_types(names):
         raise UserError(
-            "checkpoint.keep_best: eval_entity_f1 is measured of tags B-…, I-… and O, and the classes are "
-            f"{', '.join(names[:10])}{' …' * (len(names) > 10)}",
+            "checkpoint.keep_best: eval_entity_f1 is measured of tags B-…, I-… and O (or IOBES, BILOU), and the "
+            f"classes are {', '.join(names[:10])}{' …' * (len(names) > 10)}",
             "set checkpoint.keep_best=eval_macro_f1, or write the tags so",
         )
 
@@ -64,14 +66,15 @@ def require_entities(recipe: Recipe, names: Sequence[str]) -> None:
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """Type, first and last word of each entity in the tags of a row's words."""
     found, begun = set(), 0
-    before = _OUTSIDE
+    mark, kind = _OUTSIDE, ""
     for place, tag in enumerate([*tags, _OUTSIDE]):
-        ends = before != _OUTSIDE and (tag == _OUTSIDE or tag.startswith("B-") or tag[2:] != before[2:])
+        last, open_kind = mark, kind
+        mark, kind = _MARKS.get(tag[:1], _OUTSIDE), tag[2:]
+        ends = last != _OUTSIDE and (last in "ES" or mark in (_OUTSIDE, "B", "S") or kind != open_kind)
         if ends:
-            found.add((before[2:], begun, place - 1))
-        if tag != _OUTSIDE and (ends or before == _OUTSIDE):
+            found.add((open_kind, begun, place - 1))
+        if mark != _OUTSIDE and (ends or last == _OUTSIDE):
             begun = place
-        before = tag
     return found
 
 
