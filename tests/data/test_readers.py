@@ -229,6 +229,13 @@ def test_other_encodings_are_named(mark: str, encoding: str, tmp_path: Path) -> 
             assert f"is not UTF-8: line 2, byte {at} is 0xe9" in message
 
 
+@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-16BE"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_other_encodings_are_named_without_a_mark(name: str, encoding: str, tmp_path: Path) -> None:
+    message = refused(tmp_path / name, 'text\n"a"\n'.encode(encoding))
+    assert "is not UTF-8" in message and f"`iconv -f {encoding} -t UTF-8`" in message
+
+
 @pytest.mark.parametrize("behind", [".gz", ".zst", ".bz2"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".md"])
 def test_what_was_packed_to_fill_a_memory_is_not_unpacked(

@@ -249,6 +249,22 @@ def test_bad_files(tmp_path: Path, name: str, data: bytes, words: str) -> None:
     assert words in message and name.split(".")[0] in message
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("a.zip", "unpack `a.zip` first"),
+        ("a.jsonl.xz", "unpack `a.jsonl.xz` first"),
+        ("a.tar.gz", "unpack `a.tar.gz` first"),
+        ("a.xlsx", "save the table of `a.xlsx` as CSV"),
+        ("a.bin", "accepted are .jsonl"),
+    ],
+)
+def test_data_that_is_packed_is_to_be_unpacked_alone_or_in_a_folder(tmp_path: Path, name: str, change: str) -> None:
+    (tmp_path / name).write_bytes(b"PK")
+    assert change in refused(tmp_path / name)
+    assert change in (message := refused(tmp_path)) and "no data files" in message
+
+
 def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{}])
     assert "did you mean" in (message := refused(tmp_path / "trian.jsonl")) and "train.jsonl" in message

@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,11 @@ _SIGNATURES = {
     b"PK\x03\x04": ("", "a zip archive (Excel files are, too)", "unpack it, or save the table as CSV"),
 }
 """First bytes of a file to the extension it must have, what it is, and what to do otherwise."""
+_PACKED = {
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar", ".xz", ".lz4"), "unpack `{}` first"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the table of `{}` as CSV"),
+}
+"""Extensions of what holds data in a form that is not read, and what to do."""
 
 _LONGEST, _TIMES = 2**28, 100
 """Bytes of a line, and how many times as large as it is a file may unpack to, if to more than those."""
@@ -82,6 +87,15 @@ def read(path: Path) -> Iterator[RawRow]:
         ) from None
 
 
+def change_of(names: Iterable[str]) -> str:
+    """What to do about files of which none has an extension that is known."""
+    for name in names:
+        suffixes = [each.lower() for each in Path(name).suffixes[-2:]]
+        if packed := next((_PACKED[each] for each in reversed(suffixes) if each in _PACKED), None):
+            return f"{packed.format(name)}; accepted are {ACCEPTED}"
+    return f"accepted are {ACCEPTED}"
+
+
 def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Drops null fields inside the columns of a row: Arrow gives every object of a column the keys of all others."""
 
@@ -109,8 +123,15 @@ def _open(path: Path) -> io.BufferedReader:
     # PyArrow opens all three; the standard library of 3.11 has no zstd.
     file = pa.input_stream(str(path), compression=compression) if compression else path.open("rb")
     stream = io.BufferedReader(file)
-    if stream.peek(3)[:3] == b"\xef\xbb\xbf":
+    head = stream.peek(3)[:3]
+    if head == b"\xef\xbb\xbf":
         stream.read(3)
+    if head[:2].count(b"\0") == 1:
+        encoding = "UTF-16BE" if head.startswith(b"\0") else "UTF-16LE"
+        raise UserError(
+            f"`{path}` is not UTF-8: its first character has a byte 0x00",
+            f"save it as UTF-8, for example `iconv -f {encoding} -t UTF-8` if that is what it is",
+        )
     return stream
 
 

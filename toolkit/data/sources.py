@@ -255,7 +255,7 @@ def _local_files(source: Source) -> list[Path] | None:
 
 def _one_file(source: Source, path: Path) -> list[Path]:
     if readers.kind(path) is None:
-        raise UserError(f"`{path}` has an unknown extension `{path.suffix}`", f"accepted are {readers.ACCEPTED}")
+        raise UserError(f"`{path}` has an unknown extension `{path.suffix}`", readers.change_of([path.name]))
     if source.split not in ("train", split_of(path.name)):
         raise UserError(
             f"data source `{source.path}` is one file and has no split `{source.split}`",
@@ -268,7 +268,8 @@ def _of_many(source: Source, candidates: list[Path], root: Path) -> list[Path]:
     """Those of a folder's or a glob's files that are data of the split."""
     files = sorted(p for p in candidates if readers.kind(p) and not NOT_DATA.fullmatch(p.name))
     if not files:
-        raise UserError(f"no data files at `{source.path}`", f"accepted are {readers.ACCEPTED}")
+        change = readers.change_of(sorted(path.name for path in candidates))
+        raise UserError(f"no data files at `{source.path}`", change)
     files = [p for p in files if readers.kind(p) != "text"] or files
     return _of_split(source, files, root)
 
