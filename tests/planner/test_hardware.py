@@ -40,6 +40,7 @@ CHIPS = {
     "l4": (58, 2.04, 1024, 24),
     "l40": (142, 2.49, 512, 48),
     "l40s": (142, 2.52, 1024, 48),
+    "l20": (92, 2.52, 512, 48),
     "a40": (84, 1.74, 1024, 48),
     "a4000": (48, 1.56, 1024, 16),
     "a5000": (64, 1.695, 1024, 24),
@@ -51,29 +52,56 @@ CHIPS = {
     "rtx3060": (28, 1.777, 512, 12),
     "rtx3060_8gb": (28, 1.777, 512, 8),
     "rtx3070": (46, 1.725, 512, 8),
+    "rtx3070ti": (48, 1.77, 512, 8),
     "rtx3080": (68, 1.71, 512, 10),
+    "rtx3080_12gb": (70, 1.71, 512, 12),
+    "rtx3080ti": (80, 1.665, 512, 12),
     "rtx3090": (82, 1.695, 512, 24),
     "rtx3090ti": (84, 1.86, 512, 24),
     "rtx6000_ada": (142, 2.505, 1024, 48),
+    "rtx4060": (24, 2.46, 512, 8),
     "rtx4060ti": (34, 2.535, 512, 16),
     "rtx4060ti_8gb": (34, 2.535, 512, 8),
     "rtx4070": (46, 2.475, 512, 12),
+    "rtx4070_super": (56, 2.475, 512, 12),
+    "rtx4070ti": (60, 2.61, 512, 12),
+    "rtx4070ti_super": (66, 2.61, 512, 16),
     "rtx4080": (76, 2.505, 512, 16),
+    "rtx4080_super": (80, 2.55, 512, 16),
     "rtx4090": (128, 2.52, 512, 24),
+    "rtx4090d": (114, 2.52, 512, 24),
+    "rtx5060": (30, 2.497, 512, 8),
+    "rtx5060ti": (36, 2.572, 512, 16),
+    "rtx5060ti_8gb": (36, 2.572, 512, 8),
+    "rtx5070": (48, 2.512, 512, 12),
     "rtx5070ti": (70, 2.452, 512, 16),
     "rtx5080": (84, 2.617, 512, 16),
     "rtx5090": (170, 2.407, 512, 32),
+    "rtxpro6000": (188, 2.617, 1024, 96),
+    "rtxpro6000_maxq": (188, 2.288, 1024, 96),
+    "rtxpro6000_server": (188, 2.43, 1024, 96),
     "a100": (108, 1.41, 2048, 80),
     "a100_40gb": (108, 1.41, 2048, 40),
     "a100_pcie": (108, 1.41, 2048, 80),
+    "a800": (108, 1.41, 2048, 80),
     "h100": (132, 1.83, 4096, 80),
     "h100_pcie": (114, 1.62, 4096, 80),
+    "h100_nvl": (132, 1.545, 4096, 94),
+    "h800": (132, 1.83, 4096, 80),
+    "h20": (78, 1.83, 1024, 96),
+    "gh200": (132, 1.83, 4096, 96),
     "h200": (132, 1.83, 4096, 141),
     "b200": (148, 1.85, 8192, 180),
+    "b300": (148, 1.85, 8192, 288),
+    "gb200": (152, 2.0, 8192, 186),
+    "gb300": (152, 2.0, 8192, 288),
     "mi210": (104, 1.7, 1024, 64),
     "mi250": (104, 1.7, 1024, 64),
     "mi250x": (110, 1.7, 1024, 64),
     "mi300x": (304, 2.1, 2048, 192),
+    "mi325x": (304, 2.1, 2048, 256),
+    "mi350x": (256, 2.2, 4096, 288),
+    "mi355x": (256, 2.4, 4096, 288),
 }
 
 
@@ -130,6 +158,10 @@ def test_words_say_devices_and_nodes() -> None:
         ("geforce_rtx_4090x2", "`rtx4090x2`"),
         ("rxt4090", "`rtx4090`"),
         ("rtx4090super", "`rtx4090`"),
+        ("rtx4070tisuper", "`rtx4070ti_super`"),
+        ("h100nvlx2", "`h100_nvlx2`"),
+        ("rtx_pro_6000", "`rtxpro6000`"),
+        ("pro6000", "`rtxpro6000`"),
         ("6000ada", "`rtx6000_ada`"),
         ("mi300", "`mi300x`"),
         ("A100-40GBx2", "`a100_40gbx2`"),
@@ -153,7 +185,7 @@ def test_wrong_words_are_answered_with_right_ones(text: str, change: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["p100", "h20", "h2000x8", "a800", "b300", "rtx3050", "rtx1080ti", "rtx3050x2", "gtx1660"]
+    "text", ["p100", "h21", "h2000x8", "a900", "b400", "rtx3050", "rtx1080ti", "rtx3050x2", "gtx1660"]
 )
 def test_another_number_is_another_device(text: str) -> None:
     """A name that is spelled alike would plan for a card of other speed and memory."""
@@ -210,7 +242,7 @@ def test_mistakes_in_a_users_file_are_all_named(tmp_path: Path) -> None:
         tmp_path,
         """devices:
   one:
-    like: h20
+    like: h2o0
   two:
     like: h200
     memory_gb: 80
@@ -634,8 +666,8 @@ def test_the_pages_example_works(tmp_path: Path) -> None:
     folder = own(tmp_path, page.partition("```yaml\n")[2].partition("```")[0])
     assert find("labx10", folder).node.ram == 512 * GIB
     assert find("h200x16", folder).devices == 16
-    h20 = find("h20x8", folder)
-    assert h20.device.link == find("h200").device.link and h20.device.efficiency.matmul.value == 0.9
+    custom = find("a100_64gbx4", folder)
+    assert custom.device.link == find("a100").device.link and custom.device.efficiency.matmul.value == 0.75
 
 
 def _cells(line: str) -> list[str]:

@@ -85,6 +85,8 @@ def _not_found(text: str, entries: dict[str, Device]) -> tuple[str, int, int]:
 
 def _alike(word: str, names: list[str]) -> str:
     """The device that a word may stand for, or an empty string; never one of another number, as an H100 is no V100."""
+    if plain := next((name for name in names if _letters(name) == _letters(word)), ""):
+        return plain
     parts = re.findall(r"[a-z]+|\d+", word)
     number = next((part for part in parts if part.isdigit()), "")
     if not number:
@@ -93,8 +95,13 @@ def _alike(word: str, names: list[str]) -> str:
     candidates = []
     for name in names:
         series, first, *others = [*re.findall(r"[a-z]+|\d+", name), "", ""]
-        if first == number and (not before or before.endswith(series) or did_you_mean(before, [series])):
+        belongs = not before or before.endswith(series) or series.endswith(before)
+        if first == number and (belongs or did_you_mean(before, [series])):
             own = {series, first, *filter(None, others)}
             # `a100-80gb` is an a100, though `a100_40gb` is spelled more alike.
             candidates.append((len(own - set(parts)), -len(own & set(parts)), name))
     return min(candidates, default=(0, 0, ""))[2]
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z\d]", "", name)
