@@ -131,19 +131,19 @@ def test_fields_that_a_text_model_does_not_see_are_refused_unless_empty(name: st
 
 
 @pytest.mark.parametrize(
-    "content", [5, {"text": "a"}, ["a"], [{"type": "table", "text": "a"}], {"type": "text", "text": 5}]
+    "content", [5, {"texts": "a"}, ["a"], [{"type": "table", "text": "a"}], {"type": "text", "text": 5}]
 )
 def test_content_of_another_kind_is_refused(content: Any) -> None:
     assert "content of another kind than text" in refused(says(content))
 
 
-def test_what_anthropic_calls_a_part_is_refused_with_what_it_is_here() -> None:
-    used = {"type": "tool_use", "id": "a", "name": "look", "input": {"at": "b"}}
-    said = refused(says([{"type": "text", "text": "Hm."}, used], "assistant"))
-    assert "content of another kind than text, 'tool_use'" in said and '{"type": "tool_call", "name"' in said
-    call = {key: used[key] for key in ("name", "input")} | {"type": "tool_call"}
-    (called,) = one(says([{"type": "text", "text": "Hm."}, call], "assistant"))["tool_calls"]
-    assert called["function"] == {"name": "look", "arguments": {"at": "b"}}
+def test_a_call_is_a_part_by_several_names() -> None:
+    call = {"name": "look", "input": {"at": "b"}}
+    for kind in ("tool_call", "function_call", "tool_use"):
+        (called,) = one(says([{"type": "text", "text": "Hm."}, {"type": kind, **call}], "assistant"))["tool_calls"]
+        assert called["function"] == {"name": "look", "arguments": {"at": "b"}}
+    said = refused(says([{"type": "server_tool_use", **call}], "assistant"))
+    assert "content of another kind than text, 'server_tool_use'" in said and '{"type": "tool_call", "name"' in said
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -190,7 +190,7 @@ def test_a_field_that_may_judge_a_message_or_exclude_it_is_refused(name: str) ->
     assert one(says("a", **{name: "greeting"})) == says("a", **{name: "greeting"})
 
 
-@pytest.mark.parametrize("name", ["parts", "message", "response", "Content"])
+@pytest.mark.parametrize("name", ["pieces", "message", "response", "Content"])
 def test_a_message_that_says_something_under_another_name_is_not_empty(name: str) -> None:
     for value in ("a", [{"text": "a"}], {"text": "a"}):
         said = refused({"role": "assistant", name: value})

@@ -466,7 +466,7 @@ MS_SWIFT: dict[str, Any] = {
     "conversation of human and assistant": (
         {"system": "S", "conversation": [{"human": "Late?", "assistant": "No."}]},
         "data.columns={messages: conversation}",
-        "(no `role`, no `from`); it has `human`, `assistant`",
+        [f"No.{STOP}"],
     ),
     "rejected_response": ({"messages": TALK, "rejected_response": "Yes."}, "'data.ignore=[rejected_response]'"),
     "rejected_messages": ({"messages": TALK, "rejected_messages": TALK}, "'data.ignore=[rejected_messages]'"),
@@ -650,5 +650,5 @@ def test_the_figures_on_the_page(project: str) -> None:
 def test_every_refused_column_is_on_the_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     names = {column for group in REFUSED for column in group} - {"pixel_values", "input_features", *MEDIA}
-    for name in names - {"thinking", "reasoning_content", "system_message"}:
+    for name in names - {"thinking", "reasoning_content", "system_message", "systeminstruction"}:
         assert f"`{name}`" in page, name

@@ -32,7 +32,7 @@ OFTEN_CALLED = {
         *("assistant", "targets"),
     ),
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
-    "system": ("system_prompt", "system_message"),
+    "system": ("system_prompt", "system_message", "system_instruction", "systeminstruction"),
     "reasoning": (
         *("reasoning_content", "thinking", "thought", "thoughts", "think"),
         *("cot", "complex_cot", "chain_of_thought"),

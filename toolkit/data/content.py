@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.data.columns import EMPTY, JUDGED, MEDIA_PARTS, parsed
+from toolkit.data.message_forms import typed
 
 Ranges = list[list[int]]
 """[start, end) of characters."""
@@ -61,6 +62,7 @@ class Content:
         return complement(trained, len(self.text))
 
     def _add_part(self, part: Any) -> None:
+        part = typed(part)
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in MEDIA_PARTS:
             raise refused_media(self.where, str(kind))
@@ -74,7 +76,7 @@ class Content:
             self.dropped += further(part, ("type", name, *FLAGS), "content")
         elif kind in ("reasoning", "thinking") and isinstance(value, str):
             self.reasoning.append(part | {"type": "text"})
-        elif kind in ("tool_call", "function_call"):
+        elif kind in ("tool_call", "function_call", "tool_use"):
             calls = parsed(part.get("value", part))
             self.calls += calls if isinstance(calls, list) else [calls]
         else:

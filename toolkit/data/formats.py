@@ -20,9 +20,10 @@ from toolkit.data.columns import (
     refuse_meaning,
     value_at,
 )
+from toolkit.data.content import Content
 from toolkit.data.judged import judged
 from toolkit.data.labelled import read_labelled, read_tagged
-from toolkit.data.messages import FLAGS, holds_messages, read_messages, read_tools
+from toolkit.data.messages import FLAGS, dicts, holds_messages, read_messages, read_tools
 from toolkit.data.preferences import read_preference
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.proposal import are_texts, listed
@@ -226,6 +227,11 @@ class RowFormat:
 
     def _with_columns(self, messages: list[dict[str, Any]], row: Mapping[str, Any], where: str) -> Chat:
         """A conversation with the system message, tools and settings that stand beside it."""
+        # Parts, as Bedrock and Gemini have them.
+        if dicts(system := row.get("system")) and not isinstance(system, str):
+            content = Content(True, f"{where}: `system`")
+            content.add(system.get("parts", system) if isinstance(system, dict) else system)
+            row = {**row, "system": content.text}
         if system := _string(row, "system", where):
             if messages and messages[0]["role"] == "system":
                 raise UserError(

@@ -15,6 +15,7 @@ from typing import Any
 from toolkit.common import UserError
 from toolkit.data.columns import EMPTY, MEDIA, mapping_text, parsed
 from toolkit.data.content import FLAGS, Content, Ranges, complement, further, refused_media, take_flag
+from toolkit.data.message_forms import as_messages
 
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
@@ -48,7 +49,7 @@ _READ = ("role", "content", "tool_calls", "reasoning_content", *ASIDE)
 """Fields of a message in this form; it keeps others for the template."""
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
 """Names of what a tool is called with."""
-_SPOKEN = ("content", "value", "text", "refusal")
+_SPOKEN = ("content", "value", "text", "refusal", "parts")
 """Names of what a message says."""
 _ABOUT = ("name", "id", "tool_call_id")
 """Fields that a message without a text may have."""
@@ -79,13 +80,11 @@ def read_messages(
     value = parsed(value)
     if value is None:
         return []
-    if isinstance(value, dict) and isinstance(value.get("role") or value.get("from"), list):
-        value = _from_lists(value, column, where)
-    messages = [value] if isinstance(value, dict) else value
-    if isinstance(messages, str) and _PRINTED.match(messages):
+    if isinstance(value, str) and _PRINTED.match(value):
         raise UserError(f"{where}: `{column}` holds a conversation as Python prints it, which is no JSON", _AS_JSON)
-    if not isinstance(messages, list):
+    if not isinstance(value, list | dict):
         raise UserError(f"{where}: `{column}` is not a list of messages", 'write [{"role": "user", "content": …}, …]')
+    messages = as_messages(value, column, where)
     reads_all = not _PLAIN.isdisjoint((*ignored, *flags))
     return [
         {"role": ROLES[message["role"]], "content": message["content"]}
@@ -101,16 +100,6 @@ def _is_plain(message: Any) -> bool:
         return False
     role, content = message["role"], message["content"]
     return type(role) is type(content) is str and role in ROLES and role not in _CALLS
-
-
-def _from_lists(fields: dict[str, Any], column: str, where: str) -> list[Message]:
-    """A conversation that is a list for each field, as `datasets` gives a `Sequence` of objects."""
-    lengths = {len(values) if isinstance(values, list) else None for values in fields.values()}
-    if len(lengths) > 1:
-        raise UserError(
-            f"{where}: the lists of `{column}` differ in length", 'write [{"role": "user", "content": …}, …]'
-        )
-    return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
 
 
 def dicts(value: Any) -> list[dict[str, Any]]:
@@ -177,7 +166,9 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if isinstance(tool.get("name"), str) and "function" not in tool:
-        tool = {"type": "function", "function": {key: inner for key, inner in tool.items() if key != "type"}}
+        schema = {"input_schema": "parameters"} if "parameters" not in tool else {}  # Anthropic's name.
+        named = {schema.get(key, key): inner for key, inner in tool.items() if key != "type"}
+        tool = {"type": "function", "function": named}
     function = tool.get("function")
     if isinstance(function, dict) and isinstance(function.get("parameters"), str):
         tool = tool | {"function": function | {"parameters": parsed(function["parameters"])}}
