@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import secrets
 import shutil
@@ -48,17 +49,32 @@ def set_aside(file: Path) -> Path:
     return file.replace(place)
 
 
+def as_json(content: Any, indent: int | None = None) -> str:
+    """Content as JSON, without values of `conceal`. What JSON has no numbers for is `"NaN"`, `"Infinity"` or
+    `"-Infinity"`, which `float`, pydantic and pandas read, as a text; half of a surrogate pair, which is no text, is a
+    question mark."""
+    text = json.dumps(_with_numbers(concealed(content)), indent=indent, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _with_numbers(content: Any) -> Any:
+    if isinstance(content, float) and not math.isfinite(content):
+        return json.dumps(content)
+    if isinstance(content, dict):
+        return {_with_numbers(key): _with_numbers(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_with_numbers(value) for value in content]
+    return content
+
+
 def write_json(file: Path, content: Any) -> None:
-    """Writes a JSON file as `write_atomically` does, without values of `conceal`; of half a surrogate pair, which is no
-    text, a question mark."""
-    text = json.dumps(concealed(content), indent=2, ensure_ascii=False) + "\n"
-    write_atomically(file, text.encode("utf-8", "replace").decode("utf-8"))
+    """Writes a JSON file, see `as_json`, as `write_atomically` does."""
+    write_atomically(file, as_json(content, indent=2) + "\n")
 
 
 def write_json_lines(file: Path, rows: Iterable[Any]) -> None:
     """Writes a file with a line of JSON for each row, as `write_json` does."""
-    text = "".join(json.dumps(concealed(row), ensure_ascii=False) + "\n" for row in rows)
-    write_atomically(file, text.encode("utf-8", "replace").decode("utf-8"))
+    write_atomically(file, "".join(as_json(row) + "\n" for row in rows))
 
 
 def check_disk(folder: Path, need: float, what: str, change: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from toolkit.cli.option_types import count, port, positive, price, values_of_key
 from toolkit.cli.registry import command, flag, option
 from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, printable, table
+from toolkit.files import as_json
 from toolkit.hub_cache import use_own
 
 _RECIPE = option("arguments", "recipe=NAME key=value", None, nargs="*")
@@ -197,7 +198,7 @@ def plan(options: argparse.Namespace) -> None:
         if sys.stdout.isatty():
             text = plan_text.screen_text(plans[0], columns, PAGED)
     if options.json:
-        print(json.dumps(figures, indent=2))
+        print(as_json(figures, indent=2))
     else:
         several = PAGED if len(plans) > 1 else ""
         terminal.write(text, terminal.console_of(sys.stdout), several)

@@ -325,7 +325,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                row = _parse(line)
+                row = parse_row(line)
                 step = number(row.get("step"))
                 if step is None or not math.isfinite(step):
                     continue
@@ -356,12 +356,15 @@ def finite(rows: list[dict[str, Any]], key: str) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
-def _parse(line: str) -> dict[str, Any]:
+def parse_row(line: str | bytes) -> dict[str, Any]:
+    """A line of `metrics.jsonl`, its numbers that are not finite as such; empty if it is damaged."""
     try:
         row = json.loads(line, parse_int=_whole)
     except (ValueError, RecursionError):
         return {}
-    return row if isinstance(row, dict) else {}
+    if not isinstance(row, dict):
+        return {}
+    return {key: float(value) if value in ("NaN", "Infinity", "-Infinity") else value for key, value in row.items()}
 
 
 def _whole(digits: str) -> float:
