@@ -31,6 +31,12 @@ def write_atomically(file: Path, text: str | bytes) -> None:
         raise
 
 
+def write_new(file: Path, text: str) -> None:
+    """Writes a file as `write_atomically` does, in a folder that is made where there is none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, text)
+
+
 def read_file(file: Path) -> bytes:
     """What is in a file.
 
@@ -75,6 +81,15 @@ def write_json(file: Path, content: Any) -> None:
 def write_json_lines(file: Path, rows: Iterable[Any]) -> None:
     """Writes a file with a line of JSON for each row, as `write_json` does."""
     write_atomically(file, "".join(as_json(row) + "\n" for row in rows))
+
+
+def not_writable(folder: Path) -> str:
+    """Why nothing can be written into a folder, which need not be there yet, for a sentence about what would be; empty
+    where it can. Asked before work is done whose results would be lost."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not os.path.isdir(nearest):
+        return f"{nearest} is no folder"
+    return "" if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} is read-only, or another user's"
 
 
 def check_disk(folder: Path, need: float, what: str, change: str) -> None:
