@@ -107,6 +107,38 @@ def _launched_by_accelerate() -> bool:
     return any(part.endswith(b"/accelerate") or part.startswith(modules) for part in command)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM outside of the steps, after which nothing is to be saved: it ends what Ctrl-C ends there."""
+
+    exit_code = 128 + signal.SIGTERM
+
+
+@contextmanager
+def told_to_stop() -> Iterator[None]:
+    """Has SIGTERM raise `Terminated`: by default it ends Python in mid-sentence, and nobody learns why."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Which alone can do so.
+        return
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise Terminated("stopped by SIGTERM")
+
+
+def _end_as_usual() -> None:
+    # What is forked from here has no word to say, and pools end their processes so.
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_end_as_usual)
+
+
 def end_with_training(worker: int) -> None:
     """Has a process that prepares batches end when the training says so, and not by what was sent to the training.
 
