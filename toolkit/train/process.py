@@ -58,12 +58,14 @@ def ahead_of_launcher() -> Iterator[None]:
     For one process `accelerate launch` waits in plain Python: at Ctrl-C it ends with a stack trace after a quarter of
     a second, while the training is still saving. So in a terminal this process takes the foreground and alone hears
     Ctrl-C; and where the launcher dies all the same, this process is told to save and stop instead of running on alone.
-    Does nothing without such a launcher.
+    Does nothing without such a launcher, but that a process of torch's elastic agent stops where that dies, too.
     """
-    if not _launched_by_accelerate():
+    alone = _launched_by_accelerate()
+    if alone or "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    if not alone:
         yield
         return
-    end_with_parent()
     if not sys.stdin.isatty() or os.tcgetpgrp(0) != os.getpgrp():
         yield
         return
