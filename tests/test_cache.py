@@ -146,6 +146,16 @@ def test_run_folder_that_a_group_shares_is_locked_by_whoever_trains(shared: Path
         assert "another process is training in" in as_nobody(shared, imports, code).stderr
 
 
+def test_who_only_looks_whether_a_lock_is_held_is_told_and_keeps_nobody_out(tmp_path: Path) -> None:
+    file = tmp_path / ".lock"
+    assert not cache.is_held(file) and not file.exists()
+    with cache.locked(file):
+        assert cache.is_held(file)
+    assert not cache.is_held(file)
+    with cache.locked(file, timeout=0):
+        pass
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
 def test_what_libraries_write_for_the_user_alone_is_shared_as_the_umask_says(
     umask: int, mode: int, tmp_path: Path

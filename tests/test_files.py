@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
 import pytest
+from harness import strict_json
 
 from toolkit.common import (
     UserError,
     in_background,
 )
-from toolkit.files import check_disk, write_atomically, write_json_lines
+from toolkit.files import check_disk, write_atomically, write_json, write_json_lines
 
 
 def test_a_disk_too_small_is_refused_with_both_numbers(tmp_path: Path) -> None:
@@ -54,3 +56,16 @@ def test_lines_of_json_are_whole_and_hold_no_half_characters(tmp_path: Path) -> 
     write_json_lines(tmp_path / "rows.jsonl", rows)
     lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").split("\n")
     assert [json.loads(line) for line in lines[:-1]] == [{"text": "über\nzwei ?"}, {"text": ""}] and lines[-1] == ""
+
+
+def test_numbers_that_json_does_not_have_are_texts(tmp_path: Path) -> None:
+    """Bare `NaN` stops every reader but Python's own."""
+    content = {"loss": math.nan, "ends": (-math.inf, math.inf), "rows": [{"mean": math.nan, "count": 2, "low": 0.5}]}
+    write_json(tmp_path / "figures.json", content)
+    read = strict_json((tmp_path / "figures.json").read_text())
+    assert read == {
+        "loss": "NaN",
+        "ends": ["-Infinity", "Infinity"],
+        "rows": [{"mean": "NaN", "count": 2, "low": 0.5}],
+    }
+    assert [float(end) for end in read["ends"]] == [-math.inf, math.inf]

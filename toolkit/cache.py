@@ -85,6 +85,18 @@ def locked(file: Path, timeout: float = -1) -> Iterator[None]:
         yield
 
 
+def is_held(file: Path) -> bool:
+    """Whether a process holds a lock, see `locked`; also where the disk knows of none and nobody can tell."""
+    try:
+        with file.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
 def build_once(path: Path, build: Callable[[Path], None], fault: Callable[[Path], str] = lambda folder: "") -> Path:
     """Returns `path`, a folder that `build` fills if it is not there yet; or the same in this user's own cache.
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import secrets
 import shutil
@@ -30,6 +31,12 @@ def write_atomically(file: Path, text: str | bytes) -> None:
         raise
 
 
+def write_new(file: Path, text: str) -> None:
+    """Writes a file as `write_atomically` does, in a folder that is made where there is none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, text)
+
+
 def read_file(file: Path) -> bytes:
     """What is in a file.
 
@@ -48,17 +55,41 @@ def set_aside(file: Path) -> Path:
     return file.replace(place)
 
 
+def as_json(content: Any, indent: int | None = None) -> str:
+    """Content as JSON, without values of `conceal`. What JSON has no numbers for is `"NaN"`, `"Infinity"` or
+    `"-Infinity"`, which `float`, pydantic and pandas read, as a text; half of a surrogate pair, which is no text, is a
+    question mark."""
+    text = json.dumps(_with_numbers(concealed(content)), indent=indent, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _with_numbers(content: Any) -> Any:
+    if isinstance(content, float) and not math.isfinite(content):
+        return json.dumps(content)
+    if isinstance(content, dict):
+        return {_with_numbers(key): _with_numbers(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_with_numbers(value) for value in content]
+    return content
+
+
 def write_json(file: Path, content: Any) -> None:
-    """Writes a JSON file as `write_atomically` does, without values of `conceal`; of half a surrogate pair, which is no
-    text, a question mark."""
-    text = json.dumps(concealed(content), indent=2, ensure_ascii=False) + "\n"
-    write_atomically(file, text.encode("utf-8", "replace").decode("utf-8"))
+    """Writes a JSON file, see `as_json`, as `write_atomically` does."""
+    write_atomically(file, as_json(content, indent=2) + "\n")
 
 
 def write_json_lines(file: Path, rows: Iterable[Any]) -> None:
     """Writes a file with a line of JSON for each row, as `write_json` does."""
-    text = "".join(json.dumps(concealed(row), ensure_ascii=False) + "\n" for row in rows)
-    write_atomically(file, text.encode("utf-8", "replace").decode("utf-8"))
+    write_atomically(file, "".join(as_json(row) + "\n" for row in rows))
+
+
+def not_writable(folder: Path) -> str:
+    """Why nothing can be written into a folder, which need not be there yet, for a sentence about what would be; empty
+    where it can. Asked before work is done whose results would be lost."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not os.path.isdir(nearest):
+        return f"{nearest} is no folder"
+    return "" if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} is read-only, or another user's"
 
 
 def check_disk(folder: Path, need: float, what: str, change: str) -> None:

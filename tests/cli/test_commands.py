@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shlex
@@ -38,6 +39,36 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "toolkit", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment())
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "plan recipe=smollm2_135m_lora hardware=h200 --html",
+        "compare one two --html",
+        "schema --output",
+        "launch recipe=smollm2_135m_lora --slurm --gpus 1 --output",
+        "sweep recipe=smollm2_135m_lora seed=1,2 --slurm --gpus 1 --output",
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    typed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("taken").touch()
+    Path("folder").mkdir()
+    for file, reason in (("taken/new/page", f"{Path.cwd()}/taken is no folder"), ("folder", "folder is a folder")):
+        with pytest.raises(SystemExit) as ended:
+            main([*typed.split(), file])
+        assert ended.value.code == 2 and f"{file} cannot be written: {reason}" in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(SystemExit):
+        main([*typed.split(), "folder/page"])
+    assert "folder is read-only, or another user's" in capsys.readouterr().err
+
+
+def test_a_folder_for_a_file_is_made() -> None:
+    assert main(["schema", "--output", "new/folder/schema.json"]) == 0
+    assert json.loads(Path("new/folder/schema.json").read_text(encoding="utf-8")) == json_schema()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from toolkit.cli.evaluate import Questions
+from toolkit.cli.evaluate import Questions, evaluate
 from toolkit.cli.keys import read_keys
 from toolkit.common import UserError
 
@@ -38,3 +41,13 @@ def test_every_problem_is_named_at_once() -> None:
 def test_what_would_be_ignored_is_refused(arguments: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         questions(arguments)
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is found would be lost; nothing is there yet that could be evaluated."""
+    monkeypatch.setattr("toolkit.train.export.refuse_head", lambda run: None)
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(UserError, match=r"cannot be written: .* is read-only, or another user's"):
+        evaluate(tmp_path, read_keys(Questions, [], "docs/evaluate.md"))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,6 +101,35 @@ def test_a_machine_that_starts_again_does_so_once_the_first_has_ended(
         monkeypatch.setenv("TOOLKIT_RESTARTS", restarts)
         assert start.main([*options.split(), "--machine_rank", str(rank), "-m", "toolkit.run"]) == 0
     assert came == ["started", "started", "('node-a', 1234, range(4, 8))", "started"]
+
+
+def test_a_machine_does_not_wait_minutes_for_one_whose_launcher_was_stopped(tmp_path: Path, ranks: Ranks) -> None:
+    """By itself its agent waits for the other's until a time-out of 300 s, and prints a stack trace."""
+    (tmp_path / "briefly.py").write_text(
+        "from toolkit.cli import start\nstart._OTHERS_SECONDS = 1.0\nmain = start.main\n"
+    )
+    (tmp_path / "waits.py").write_text(
+        "import os, pathlib, time\npathlib.Path(f'up-{os.environ[\"RANK\"]}').touch()\n"
+        "while not pathlib.Path('end').exists(): time.sleep(0.05)\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    options = "--multi_gpu --num_processes 2 --num_machines 2 --mixed_precision no --dynamo_backend no"
+    where = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    first, second = (
+        ranks.start(tmp_path, *options.split(), *where, "--machine_rank", rank, "waits.py", entry="briefly")
+        for rank in "01"
+    )
+    end = time.monotonic() + 60
+    while not all((tmp_path / f"up-{rank}").exists() for rank in range(2)):
+        assert first.running() and second.running() and time.monotonic() < end
+        time.sleep(0.05)
+    second.send(signal.SIGTERM)
+    assert second.wait(60).codes == [128 + signal.SIGTERM]
+    (tmp_path / "end").touch()
+    done = first.wait(60)
+    assert done.codes == [0] and not any(noise in done.stderr for noise in NOISE)
 
 
 def test_deepspeeds_launcher_starts_the_runner(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -29,6 +30,15 @@ def test_a_line_cut_off_by_a_kill_is_skipped(tmp_path: Path) -> None:
     write_metrics(tmp_path / "run", step_line(1), step_line(2), end='{"step": 3, "loss": 1')
     training, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in training] == [1, 2]
+
+
+def test_losses_that_were_not_finite_are_numbers_again(tmp_path: Path) -> None:
+    """Also as files of before have them."""
+    evaluated = eval_line(2, 0.0) | {"eval_loss": "Infinity"}
+    write_metrics(tmp_path / "run", step_line(1, loss="NaN"), step_line(2, loss=math.nan), evaluated)
+    record = read_run(tmp_path / "run")
+    assert [f"{row['loss']:.1f}" for row in record.training] == ["nan", "nan"]
+    assert record.evaluations[0]["eval_loss"] == math.inf
 
 
 def test_after_a_resume_the_abandoned_steps_are_forgotten(tmp_path: Path) -> None:

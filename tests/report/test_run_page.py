@@ -15,9 +15,12 @@ from example_plan import FITS
 from example_run import example_run
 from pages import Page, eval_line, step_line, write_metrics
 
+from toolkit.cache import locked
 from toolkit.common import UserError
 from toolkit.files import write_json
 from toolkit.report.charts import MAX_POINTS
+from toolkit.report.comparison import compare
+from toolkit.report.load import LOCK
 from toolkit.report.run_page import write_report
 
 
@@ -222,6 +225,17 @@ def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
     assert "The run failed: RuntimeError: shapes <1> and 2 — at step 7" in page.text
     stopped = example_run(tmp_path / "stopped", status="interrupted", error="KeyboardInterrupt: ")
     assert "The run failed" not in write_report(stopped).read_text(encoding="utf-8")
+
+
+def test_a_run_that_was_killed_does_not_run_for_ever(tmp_path: Path) -> None:
+    run = example_run(tmp_path / "run", status="running", finished=None)
+    with locked(run / LOCK):
+        page = write_report(run).read_text(encoding="utf-8")
+        assert '<span class="status running">' in page and "No process trains in this folder" not in page
+        assert compare([run, run]).results[0].texts == ("running", "running")
+    page = write_report(run).read_text(encoding="utf-8")
+    assert '<span class="status stopped">' in page and "was killed after its last sign of life, 20" in page
+    assert compare([run, run]).results[0].texts == ("stopped", "stopped")
 
 
 def test_a_loss_that_broke_is_marked_and_reported(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from toolkit.planner.hardware.calibration import path_of
 from toolkit.planner.hardware.detect import cpu
+from toolkit.report.load import parse_row
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "toolkit" / "run.py"
@@ -25,8 +26,19 @@ def write_recipe(folder: Path, name: str, text: str) -> None:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """All lines of a run's `metrics.jsonl`."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """All lines of a run's `metrics.jsonl`, as the toolkit reads them."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert all(map(strict_json, lines))
+    return [parse_row(line) for line in lines]
+
+
+def strict_json(text: str) -> Any:
+    """What any reader of JSON reads, not only Python's, which takes bare `NaN` and `Infinity` too."""
+
+    def refused(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refused)
 
 
 def losses(run: Path) -> list[float]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import metrics
 from pages import Page
 from ranks import ON_CPU, Ranks
 from small import LORA, place_with
@@ -56,7 +56,7 @@ def test_run_ends_where_its_numbers_end(
     last, _ = newest(folder.checkpoints)
     assert (last and last.name) == (good and f"checkpoint-{good}")
     assert (str(last) in error) == (last is not None)
-    rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(folder.path)
     page = Page((folder.path / "report.html").read_text(encoding="utf-8")).text
     assert f"The run failed: {says}" in page
     # The report shows where it was.

@@ -204,13 +204,19 @@ def main(arguments):
 """
 
 
-def test_interrupted_processes_of_torchruns_agent_all_save_and_stop(place: Path, ranks: Ranks) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_interrupted_processes_of_torchruns_agent_all_save_and_stop(dies: bool, place: Path, ranks: Ranks) -> None:
+    """By a terminal, which tells the agent and what it started; or by the agent's death, which tells nobody."""
     run = place / "runs" / "small"
     (place / "agent.py").write_text(AGENT)
     agent = ranks.start(place, *ENDLESS, entry="agent")
     wait_for(lambda: steps_done(run) >= 3, agent.running)
-    os.killpg(agent.pids[0], signal.SIGINT)  # As a terminal does: to the launcher and to what it started.
+    if dies:
+        os.kill(agent.pids[0], signal.SIGKILL)
+    else:
+        os.killpg(agent.pids[0], signal.SIGINT)
     agent.wait(120)
+    wait_for(lambda: status(run) == "interrupted", lambda: True, 60)
     assert_continues(place, run)
 
 

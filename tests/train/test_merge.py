@@ -152,6 +152,9 @@ def test_merge_that_is_not_equal_is_refused_and_leaves_nothing(weakly: bool, mon
     for there in (run / "merged", run / "link"):
         with pytest.raises(UserError, match="exists already"):
             merge([run], there)
+    monkeypatch.setattr("toolkit.train.merge.opened", lambda run: pytest.fail("that takes minutes"))
+    with pytest.raises(UserError, match=r"recipe.yaml/new cannot be written: .*recipe.yaml is no folder"):
+        merge([run], run / "recipe.yaml" / "new")
 
 
 @pytest.mark.parametrize("model", ["llama", "moe"])

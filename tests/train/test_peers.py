@@ -13,6 +13,8 @@ import pytest
 from ranks import ON_CPU, Launch, Ranks
 from small import place_with
 
+from toolkit.train.process import Terminated, told_to_stop
+
 place = place_with("llama")
 ENDLESS = ["recipe=small", "max_steps=4000", "batch.micro_batch_size=1"]
 
@@ -160,3 +162,53 @@ def test_a_recipe_may_be_changed_after_a_set_up_that_failed(place: Path, tmp_pat
     done = ranks.run(place, *own, "learning_rate=3e-5", processes=2, entry=ON_CPU)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "damaged" not in done.stderr and "cannot be read" not in done.stderr, done.stderr[-3000:]
+
+
+STOPS = """
+import os, signal, time
+import cpu_engines
+from toolkit.train.samples import Samples
+
+def main(arguments):
+    def answer(self, when):
+        if when == "after":
+            seconds, name = os.environ["SENT"].split()[int(os.environ.get("RANK", "0"))].split(":")
+            time.sleep(float(seconds))
+            os.kill(os.getpid(), signal.Signals[name])
+            time.sleep(30)
+    Samples.answer = answer
+    return cpu_engines.main(arguments)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "codes", "status", "says"),
+    [
+        ("0:SIGTERM", [143], "interrupted", "stopped by SIGTERM"),
+        ("0:SIGTERM 0:SIGTERM", [143, 143], "interrupted", "stopped by SIGTERM"),
+        # As torch's agent does once a process of its machine has ended.
+        ("0.5:SIGTERM 0:SIGKILL", [os.EX_TEMPFAIL, -signal.SIGKILL], "failed", "ended without a word: killed"),
+    ],
+)
+def test_sigterm_where_nothing_is_left_to_be_saved_is_told(
+    sent: str, codes: list[int], status: str, says: str, place: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    (place / "stops.py").write_text(STOPS, encoding="utf-8")
+    own = ["recipe=small", "batch.micro_batch_size=1", f"output.dir={tmp_path}"]
+    done = ranks.run(place, *own, processes=len(codes), entry="stops", SENT=sent, timeout=60)
+    assert done.codes == codes, done.stderr[-3000:]
+    manifest = json.loads((tmp_path / "small" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["status"] == status and says in manifest["error"]
+    assert (says if status == "failed" else "the same command goes on") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sigterm_ends_what_a_training_has_forked_as_usual() -> None:
+    with told_to_stop():
+        if not (child := os.fork()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        with pytest.raises(Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

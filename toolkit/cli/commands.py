@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.option_types import count, port, positive, price, values_of_key
+from toolkit.cli.option_types import count, new_file, port, positive, price, values_of_key
 from toolkit.cli.registry import command, flag, option
 from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, printable, table
+from toolkit.files import as_json, write_new
 from toolkit.hub_cache import use_own
 
 _RECIPE = option("arguments", "recipe=NAME key=value", None, nargs="*")
 _FOLDER = option("--recipes", "DIR", "the folder of your recipes (default: ./recipes)")
 # Options of `launch` that only a batch script has.
 _SLURM = (
-    option("--output", "OUTPUT", "where it is written (RECIPE.sbatch)"),
+    option("--output", "OUTPUT", "where it is written (RECIPE.sbatch)", type=new_file),
     option("--time", "TIME", "time limit, such as 4:00:00; the run is queued again until it is finished"),
     option("--partition", "PARTITION", "Slurm partition"),
     option("--account", "ACCOUNT", "Slurm account"),
@@ -96,14 +97,17 @@ def validate(options: argparse.Namespace) -> int:
     return max((error.exit_code for error in errors), default=0)
 
 
-@command(flag("--markdown", "print all keys as Markdown instead"), option("--output", "FILE", "write it to a file"))
+@command(
+    flag("--markdown", "print all keys as Markdown instead"),
+    option("--output", "FILE", "write it to a file", type=new_file),
+)
 def schema(options: argparse.Namespace) -> None:
     """Print the JSON Schema of a recipe, for editors."""
     from toolkit.recipe.show import json_schema, markdown
 
     text = markdown() if options.markdown else json.dumps(json_schema(), indent=2) + "\n"
     if options.output:
-        Path(options.output).write_text(text, encoding="utf-8")
+        write_new(options.output, text)
     else:
         sys.stdout.write(text)
 
@@ -160,7 +164,7 @@ def doctor(options: argparse.Namespace) -> None:
     flag("--schema", "print the JSON Schema of --json"),
     option("--price", "P", "price of a GPU-hour", type=price),
     option("--serve", "TOKENS", "context length at which the trained model is to run (batch.seq_len)", type=positive),
-    option("--html", "FILE", "write a page as well"),
+    option("--html", "FILE", "write a page as well", type=new_file),
     option("--compare", "NAME", "further recipes, or 'NAME key=value' as one text", nargs="+", action="extend"),
     option(
         "--sweep",
@@ -197,14 +201,14 @@ def plan(options: argparse.Namespace) -> None:
         if sys.stdout.isatty():
             text = plan_text.screen_text(plans[0], columns, PAGED)
     if options.json:
-        print(json.dumps(figures, indent=2))
+        print(as_json(figures, indent=2))
     else:
         several = PAGED if len(plans) > 1 else ""
         terminal.write(text, terminal.console_of(sys.stdout), several)
     if options.html:
         from toolkit.report.plan_page import plan_page
 
-        Path(options.html).write_text(plan_page(plans), encoding="utf-8")
+        write_new(options.html, plan_page(plans))
         print(f"wrote {options.html}", file=sys.stderr)
 
 
@@ -278,7 +282,7 @@ def _write_slurm(
     name = re.sub(r"[^\w.-]+", "-", name)
     requests = {key: getattr(options, key) for key in ("time", "partition", "account")}
     text = launch.sbatch(runs, cluster, name, options.cores, restarts, **settings, **requests)
-    print(text if options.print else launch.save(text, Path(options.output or f"{name}.sbatch")))
+    print(text if options.print else launch.save(text, options.output or Path(f"{name}.sbatch")))
 
 
 @command(

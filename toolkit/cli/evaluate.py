@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
 
 from toolkit.cli.keys import Keys
-from toolkit.files import read_file, set_aside, write_json
+from toolkit.common import UserError
+from toolkit.files import not_writable, read_file, set_aside, write_json
 from toolkit.report.evaluation import FILE, Evaluation
 from toolkit.train.scoring import METRICS
 
@@ -63,6 +64,8 @@ def evaluate(run: Path, asked: Questions) -> Evaluation:
     from toolkit.train.export import refuse_head
 
     refuse_head(run)
+    if reason := not_writable(run):
+        raise UserError(f"what is found is kept in {run}, which cannot be written: {reason}", "copy the run folder")
     found = _noted(run / FILE)
     if asked.tasks:
         from toolkit.train.benchmarks import evaluate_tasks

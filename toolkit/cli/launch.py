@@ -21,6 +21,7 @@ from toolkit.common import UserError
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
 from toolkit.distributed.placement import placement
+from toolkit.files import write_new
 from toolkit.planner.hardware import visible_gpus
 from toolkit.recipe import Loaded, Recipe
 
@@ -236,7 +237,7 @@ def save(text: str, file: Path) -> str:
     """
     if file.exists() and file.read_text(encoding="utf-8") != text:
         raise UserError(f"{file} exists and says something else", "remove it, or name another file with --output")
-    file.write_text(text, encoding="utf-8")
+    write_new(file, text)
     return f"wrote {file}\nstart it:  sbatch {shlex.quote(str(file))}"
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from pathlib import Path
+
+from toolkit.files import not_writable
 
 
 def count(text: str, least: int = 0, most: int = sys.maxsize) -> int:
@@ -23,6 +26,14 @@ def positive(text: str) -> int:
 def port(text: str) -> int:
     """A TCP port."""
     return count(text, 1, 65535)
+
+
+def new_file(text: str) -> Path:
+    """A file that can be written, in a folder that need not be there: what goes into it may take minutes to find."""
+    file = Path(text)
+    if reason := f"{file} is a folder" if file.is_dir() else not_writable(file.parent):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
+    return file
 
 
 def price(text: str) -> float:

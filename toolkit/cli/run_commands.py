@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from toolkit.cli.keys import Keys, read_keys
-from toolkit.cli.option_types import count, positive, share, temperature, weights
+from toolkit.cli.option_types import count, new_file, positive, share, temperature, weights
 from toolkit.cli.registry import command, option
 from toolkit.common import PAGED, UserError, printable, table
-from toolkit.files import write_atomically
+from toolkit.files import write_new
 from toolkit.hub_cache import use_own
 
 _RUN = option("run", "run", "the run folder")
@@ -33,7 +33,7 @@ def report(options: argparse.Namespace) -> None:
 
 @command(
     option("runs", "run", "run folders, at least two", nargs="+"),
-    option("--html", "FILE", "write a page as well"),
+    option("--html", "FILE", "write a page as well", type=new_file),
 )
 def compare(options: argparse.Namespace) -> None:
     """Print what differs between runs, and what came out of them."""
@@ -48,7 +48,7 @@ def compare(options: argparse.Namespace) -> None:
     text = comparison_text(compared, width())
     terminal.write(text, terminal.console_of(sys.stdout), PAGED)
     if options.html:
-        write_atomically(Path(options.html), comparison_page(compared))
+        write_new(options.html, comparison_page(compared))
         print(f"wrote {options.html}", file=sys.stderr)
 
 

@@ -11,6 +11,7 @@ say nothing, gets a line. The exit code is that of the process.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import signal
@@ -20,6 +21,9 @@ from collections.abc import Sequence
 
 _KILLED = "the kernel does that when the host's memory is full, and a batch system at its limits: look at their logs"
 _CRASHED = "look at what it printed last; `toolkit doctor` tests devices and kernels"
+_OTHERS_SECONDS = 30.0
+"""How long the agent of a machine whose processes have ended waits for those of others, by default ten times as long.
+All end together; an agent that was told to stop itself never says that it has."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,12 +51,15 @@ def _by_itself(arguments: Sequence[str]) -> int:
 
 def _with_accelerate(arguments: Sequence[str]) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # Elastic's modules are imported by now, and each has set a level of its own.
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    wait = functools.partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=_OTHERS_SECONDS)
+    LocalElasticAgent.__init__ = wait  # type: ignore[method-assign, assignment]
     options = launch_command_parser().parse_args(arguments)
     if os.environ.get("TOOLKIT_RESTARTS", "0") != "0" and options.machine_rank:
         _await_others(options)

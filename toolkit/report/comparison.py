@@ -255,7 +255,7 @@ def _results(records: Sequence[Record], order: Leading) -> list[Row]:
     of_labels = _figures("perplexity", _of_labels(records, losses), lambda loss: perplexity_text(perplexity_of(loss)))
     of_labels = replace(of_labels, best=tuple(at for at in order.best if of_labels.texts[at] != MISSING))
     rows = [
-        Row("status", tuple(record.manifest.status or "unknown" for record in records)),
+        Row("status", tuple(record.status for record in records)),
         _figures("steps", [_newest(record, "step") for record in records], lambda value: f"{value:,.0f}"),
         _figures("tokens", [_newest(record, "tokens") for record in records], compact),
         _figures("held-out loss before", [_first_loss(record) for record in records], _loss),

@@ -134,7 +134,7 @@ class RowLosses(NamedTuple):
 class HeldOutRows(BaseModel):
     """What is in the file."""
 
-    model_config = ConfigDict(ser_json_inf_nan="constants")
+    model_config = ConfigDict(ser_json_inf_nan="strings")
 
     measured: str
     """See `RowLosses`."""

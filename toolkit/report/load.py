@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from toolkit.cache import is_held
 from toolkit.common import Partial
 from toolkit.data.audit import Audit
 from toolkit.data.rows import Sample
@@ -26,6 +27,7 @@ from toolkit.report import evaluation, held_out_rows
 from toolkit.report.held_out_rows import Estimate, HeldOutRows, RowLosses
 
 Read = TypeVar("Read", bound=BaseModel)
+LOCK = ".lock"  # Held by the process that trains in a run folder, however it ends.
 
 
 class Gpu(BaseModel):
@@ -203,6 +205,14 @@ class Record:
     held_out_rows: HeldOutRows | None = None
     recipe: str = ""
     problems: list[str] = field(default_factory=list)
+    held: bool = True
+    """Whether a process trains in the folder; only known of one that says so itself."""
+
+    @property
+    def status(self) -> str:
+        """What the manifest says; `stopped` where it says that it runs, and no process does."""
+        status = self.manifest.status or "unknown"
+        return "stopped" if status == "running" and not self.held else status
 
     @property
     def name(self) -> str:
@@ -290,7 +300,8 @@ def read_run(folder: Path) -> Record:
     rows = _checked(HeldOutRows, content, held_out_rows.FILE, problems)
     file = folder / "recipe.yaml"
     recipe = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    return Record(folder, manifest, training, evaluations, audit, samples, asked, rows, recipe, problems)
+    held = manifest.status != "running" or is_held(folder / LOCK)
+    return Record(folder, manifest, training, evaluations, audit, samples, asked, rows, recipe, problems, held)
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, list[str]]:
@@ -325,7 +336,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                row = _parse(line)
+                row = parse_row(line)
                 step = number(row.get("step"))
                 if step is None or not math.isfinite(step):
                     continue
@@ -356,12 +367,15 @@ def finite(rows: list[dict[str, Any]], key: str) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
-def _parse(line: str) -> dict[str, Any]:
+def parse_row(line: str | bytes) -> dict[str, Any]:
+    """A line of `metrics.jsonl`, its numbers that are not finite as such; empty if it is damaged."""
     try:
         row = json.loads(line, parse_int=_whole)
     except (ValueError, RecursionError):
         return {}
-    return row if isinstance(row, dict) else {}
+    if not isinstance(row, dict):
+        return {}
+    return {key: float(value) if value in ("NaN", "Infinity", "-Infinity") else value for key, value in row.items()}
 
 
 def _whole(digits: str) -> float:

@@ -12,7 +12,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +152,23 @@ def _when(time: str) -> str:
         return time
 
 
+def _stopped(run: Path) -> str:
+    """What is known of a run that could not say itself how it ended."""
+    files = (run / name for name in ("manifest.json", "metrics.jsonl"))
+    written = max(file.stat().st_mtime for file in files if file.is_file())
+    last = datetime.fromtimestamp(written, UTC).isoformat()
+    return (
+        f"No process trains in this folder any more: it was killed after its last sign of life, {_when(last)}, or this "
+        "is a copy of one that trains elsewhere. The same command goes on from the newest checkpoint."
+    )
+
+
 def _notices(record: Record) -> list[str]:
     notices, error = list(record.problems), record.manifest.error
     if error and record.manifest.status == "failed":
         notices.insert(0, f"The run failed: {' — '.join(map(str.strip, error.splitlines()))}")
+    if record.status == "stopped":
+        notices.insert(0, _stopped(record.folder))
     if not record.manifest.model_fields_set:
         notices.append("This folder has no readable manifest.json: what ran here is not known.")
     for row in record.training:

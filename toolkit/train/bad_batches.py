@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import brief, concealed
-from toolkit.files import write_atomically
+from toolkit.common import brief
+from toolkit.files import as_json, write_atomically
 from toolkit.train.session import Session
 
 FILE = "bad_batches.jsonl"
@@ -59,7 +59,7 @@ def save_batches(
                 texts = (tokens or [])[rank][turn][:left]
             left -= len(texts)
             line["texts"] = [brief(session.tokenizer.decode(each), columns=_MOST_CHARACTERS) for each in texts]
-            lines.append(json.dumps(concealed(line)) + "\n")
+            lines.append(as_json(line) + "\n")
     with (session.folder.path / FILE).open("a", encoding="utf-8") as stream:
         stream.writelines(lines)
 
@@ -67,8 +67,9 @@ def save_batches(
 def keep_until(file: Path, step: int) -> None:
     """Drops the lines of steps that will be taken again."""
     if file.is_file():
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_atomically(file, "".join(line for line in lines if _step(line) <= step))
+        # Rows may hold characters that end a line elsewhere, such as U+2028.
+        lines = filter(None, file.read_text(encoding="utf-8", errors="replace").split("\n"))
+        write_atomically(file, "".join(f"{line}\n" for line in lines if _step(line) <= step))
 
 
 def _step(line: str) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import signal
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from toolkit.files import set_aside, write_atomically
-from toolkit.report.load import read_metrics
+from toolkit.files import as_json, set_aside, write_atomically
+from toolkit.report.load import parse_row, read_metrics
 from toolkit.report.rewards import reward_text
 from toolkit.report.scores import vector_text
 from toolkit.report.teacher import teacher_text
@@ -190,7 +189,7 @@ class Meter(TrainerCallback):
         }
         if self.energy.kwh is not None:
             head["energy_kwh"] = self.energy.kwh
-        self._unwritten += json.dumps({**head, **row}).encode() + b"\n"
+        self._unwritten += as_json({**head, **row}).encode() + b"\n"
         size = 0
         try:
             with self._file.open("ab", buffering=0) as stream:
@@ -350,14 +349,11 @@ def _keep_until(file: Path, step: int, evaluations: int) -> tuple[dict[str, Any]
     kept = [row for row in rows if row["step"] <= step]
     again = [row for row in kept if row["step"] == step and "eval_loss" in row][evaluations:]
     kept = [row for row in kept if row not in again]
-    write_atomically(file, "".join(json.dumps(row) + "\n" for row in kept))
+    write_atomically(file, "".join(as_json(row) + "\n" for row in kept))
     return next(reversed(kept), {}), next((row for row in reversed(kept) if "loss" in row), {})
 
 
 def _metrics_row(line: bytes) -> dict[str, Any]:
     """A line of `metrics.jsonl`; empty if it is damaged."""
-    try:
-        row = json.loads(line)
-        return row if isinstance(row["step"], int) and isinstance(row["seconds"], int | float) else {}
-    except (ValueError, TypeError, LookupError):
-        return {}
+    row = parse_row(line)
+    return row if isinstance(row.get("step"), int) and isinstance(row.get("seconds"), int | float) else {}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from toolkit.recipe import Loaded, files
 from toolkit.recipe.precisions import PRECISIONS
+from toolkit.report.load import LOCK
 
 MANIFEST = "manifest.json"
 RESERVED = ".reserved"
@@ -16,7 +17,7 @@ def used(path: Path) -> bool:
     """Whether a folder holds results: an attempt that failed before its first step leaves none."""
     if not path.is_dir():
         return path.exists()
-    own = {"recipe.yaml", MANIFEST, "audit.json", "reference.safetensors", "stacks", ".lock", RESERVED}
+    own = {"recipe.yaml", MANIFEST, "audit.json", "reference.safetensors", "stacks", LOCK, RESERVED}
     left = (file for file in path.iterdir() if file.name not in own and file.suffix != ".partial")
     # Libraries make the folder of the checkpoints before anything is refused.
     return any(not file.is_dir() or any(file.iterdir()) for file in left)

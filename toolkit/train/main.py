@@ -29,7 +29,7 @@ from toolkit.recipe.problem import warn
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.show import keys_text
 from toolkit.train.continued import as_begun
-from toolkit.train.process import ahead_of_launcher, leave_process_group, tell
+from toolkit.train.process import Terminated, ahead_of_launcher, leave_process_group, tell, told_to_stop
 
 _log = logging.getLogger("toolkit.train")
 
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if loaded.recipe.strategy.zero_stage:
                 import_deepspeed()
 
-        with ahead_of_launcher():
+        with told_to_stop(), ahead_of_launcher():
             train(loaded, options.force)
     except UserError as error:
         tell(error, world)
@@ -101,9 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         tell(UserError(f"the disk is full{where}", change), world)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("stopped at once; the same command goes on from the newest checkpoint, if one was saved", file=sys.stderr)
-        return 130
+        return error.exit_code if isinstance(error, Terminated) else 130
     except MemoryError as error:  # Also of what would have been said of one.
         change = "raise the limit on it, start fewer processes, or set batch.micro_batch_size=1"
         tell(UserError(f"the host's memory is used up: {in_a_line(error)}", change), world)

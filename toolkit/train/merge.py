@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,7 @@ from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
 from toolkit.report.load import read_manifest
 from toolkit.train.export import final_model, opened
-from toolkit.train.storage import build_new
+from toolkit.train.storage import build_new, check_new
 
 MERGE_TOLERANCE = 1e-4
 """Largest allowed distance of merged from adapter logits in fp32, relative to the largest logit: rounding is 1e-6."""
@@ -86,8 +85,7 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
         if recipe.method.name != "lora":
             raise UserError(f"{run} holds a full model, there is no adapter to merge", f"use {final} as it is")
     _check_sum(runs, recipes, weights)
-    if os.path.lexists(output):
-        raise UserError(f"{output} exists already", "name another folder with --output")
+    check_new(output, "--output")
     sources = [opened(run) for run in runs]
     source, tokenizer = sources[0], sources[0].tokenizer(saved=finals[0])
     rows = [

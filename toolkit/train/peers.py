@@ -107,6 +107,12 @@ class Peers:
                 return None
             time.sleep(0.1)
 
+    def killed(self) -> PeerError | None:
+        """What `look` says of a process of this machine that has gone, if one has."""
+        with contextlib.suppress(TimeoutError):
+            return self.look() if self._dead() else None
+        return None
+
     def end(
         self, gone: Iterable[int], what: str, change: str, hangs: bool = False, exit_code: int = os.EX_TEMPFAIL
     ) -> PeerError:
@@ -126,9 +132,7 @@ class Peers:
         change = error.change if isinstance(error, UserError) else f"its own message tells more; {GO_ON}"
         with contextlib.suppress(DistError, TimeoutError):
             if not isinstance(error, PeerError):
-                self.end(
-                    [], what, change, exit_code=error.exit_code if isinstance(error, UserError) else os.EX_TEMPFAIL
-                )
+                self.end([], what, change, exit_code=getattr(error, "exit_code", os.EX_TEMPFAIL))
             until = time.monotonic() + _HEAR_SECONDS
             while self.ask(lambda store: store.add("heard", 0)) < size - len(self.gone) and time.monotonic() < until:
                 time.sleep(0.05)

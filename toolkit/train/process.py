@@ -58,12 +58,14 @@ def ahead_of_launcher() -> Iterator[None]:
     For one process `accelerate launch` waits in plain Python: at Ctrl-C it ends with a stack trace after a quarter of
     a second, while the training is still saving. So in a terminal this process takes the foreground and alone hears
     Ctrl-C; and where the launcher dies all the same, this process is told to save and stop instead of running on alone.
-    Does nothing without such a launcher.
+    Does nothing without such a launcher, but that a process of torch's elastic agent stops where that dies, too.
     """
-    if not _launched_by_accelerate():
+    alone = _launched_by_accelerate()
+    if alone or "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    if not alone:
         yield
         return
-    end_with_parent()
     if not sys.stdin.isatty() or os.tcgetpgrp(0) != os.getpgrp():
         yield
         return
@@ -105,6 +107,38 @@ def _launched_by_accelerate() -> bool:
         return False
     modules = (b"accelerate.commands", b"toolkit.cli.start")
     return any(part.endswith(b"/accelerate") or part.startswith(modules) for part in command)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM outside of the steps, after which nothing is to be saved: it ends what Ctrl-C ends there."""
+
+    exit_code = 128 + signal.SIGTERM
+
+
+@contextmanager
+def told_to_stop() -> Iterator[None]:
+    """Has SIGTERM raise `Terminated`: by default it ends Python in mid-sentence, and nobody learns why."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Which alone can do so.
+        return
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise Terminated("stopped by SIGTERM")
+
+
+def _end_as_usual() -> None:
+    # What is forked from here has no word to say, and pools end their processes so.
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_end_as_usual)
 
 
 def end_with_training(worker: int) -> None:

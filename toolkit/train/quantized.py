@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from toolkit.train import gguf
 from toolkit.train.export import final_model, load_trained, on_device, opened
 from toolkit.train.export_proof import Outputs, Probe, distance
 from toolkit.train.merge import merge
-from toolkit.train.storage import build_new
+from toolkit.train.storage import build_new, check_new
 
 READ_BACK = 1e-3
 """Largest allowed distance of outputs of the files from those of the model that was saved, relative to the largest."""
@@ -122,8 +121,7 @@ def export(run: Path, form: str, output: Path) -> str:
                 f"take one of {', '.join(FORMATS)}",
             )
         gguf.converter()
-    if os.path.lexists(output):
-        raise UserError(f"{output} exists already", "name another folder with output=DIR")
+    check_new(output, "output=DIR")
     source = opened(run)
     recipe, final = source.recipe, final_model(run)
     if form in _OF_LINEAR_LAYERS and model_configs.fused_experts(source.config.to_dict()):

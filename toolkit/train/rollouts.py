@@ -25,7 +25,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from toolkit.data.rewards import Answer, Scorer
 from toolkit.data.thoughts import special_tokens, text_of
-from toolkit.files import write_atomically
+from toolkit.files import as_json, write_atomically
 from toolkit.recipe import Recipe
 from toolkit.train.evaluate import evaluating, generate
 from toolkit.train.watchdog import beat
@@ -85,7 +85,7 @@ def keep_answers(folder: Path | None, step: int, answers: list[dict[str, Any]]) 
     if folder and answers:
         # For want of room no training ends; what it needs is written elsewhere.
         with contextlib.suppress(OSError), (folder / ANSWERS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "answers": answers}, ensure_ascii=False) + "\n")
+            file.write(as_json({"step": step, "answers": answers}) + "\n")
 
 
 def drop_answers(folder: Path, step: int) -> None:

@@ -36,7 +36,7 @@ from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.files import set_aside, write_json
 from toolkit.recipe import Loaded, Recipe, files
 from toolkit.recipe.teaching import of_teacher
-from toolkit.report.load import Manifest, read_manifest
+from toolkit.report.load import LOCK, Manifest, read_manifest
 from toolkit.seal import damage
 from toolkit.train import checkpoint
 from toolkit.train.continued import MANIFEST, RESERVED, used
@@ -115,7 +115,7 @@ class RunFolder:
         """
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(locked(self.path / ".lock", timeout=0))
+                stack.enter_context(locked(self.path / LOCK, timeout=1))  # Who looks whether it runs has it a moment.
             except Timeout:
                 raise UserError(
                     f"another process is training in {self.path} right now",

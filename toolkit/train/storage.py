@@ -13,6 +13,7 @@ from pathlib import Path
 
 from toolkit.cache import build_once
 from toolkit.common import UserError, bytes_text
+from toolkit.files import not_writable
 
 _STORAGE = {
     **{errno.ENOSPC: "its disk is full", errno.EDQUOT: "the quota of its disk is used up"},
@@ -53,6 +54,21 @@ def unwritable(folder: Path, error: BaseException, key: str = "output.dir") -> U
         fewer = "lower checkpoint.save_total_limit, " * (key == "output.dir")
         change = f"free space there ({free:.2f} GB are left), {fewer}or set {key}"
     return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {again}")
+
+
+def check_new(output: Path, key: str) -> None:
+    """Refuses a folder that `build_new` could not make, before what goes into it is computed.
+
+    Args:
+        key: What names another folder.
+
+    Raises:
+        UserError: If there is something already, or nothing can be written.
+    """
+    if os.path.lexists(output):
+        raise UserError(f"{output} exists already", f"name another folder with {key}")
+    if reason := not_writable(output.parent):
+        raise UserError(f"{output} cannot be written: {reason}", f"name another folder with {key}")
 
 
 def build_new(output: Path, build: Callable[[Path], None], key: str) -> None:

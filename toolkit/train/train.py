@@ -196,6 +196,8 @@ def _failed(folder: RunFolder, error: BaseException) -> None:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         # A user's own error needs no name of a class.
         said = str(reason or error) if reason or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        if status == "interrupted":
+            said = str(error) or "stopped by Ctrl-C"
         folder.end(status, error=said)
     # Who stops at once does not wait for a page, and before anything is measured another recipe may take the folder.
     if isinstance(error, Exception) and (folder.path / "metrics.jsonl").is_file():

@@ -25,7 +25,7 @@ from toolkit.distributed.rendezvous import Rendezvous, lost_connection
 from toolkit.recipe import Recipe
 from toolkit.train import stragglers
 from toolkit.train.peers import GO_ON, PeerError, Peers
-from toolkit.train.process import tell
+from toolkit.train.process import Terminated, tell
 from toolkit.train.run_folder import RunFolder
 from toolkit.train.sentry import Sentry
 from toolkit.train.stragglers import Comparison, pace
@@ -132,6 +132,8 @@ class Watchdog:
         stop.daemon = True
         stop.start()
         reason = self._peers.reason(_REASON_SECONDS) if lost_connection(error) else None
+        if isinstance(error, Terminated):
+            reason = self._peers.killed()  # Launchers tell the others of a machine to stop.
         self._peers.failed(reason or error)
         if reason:
             self._note(reason, "".join(traceback.format_exception(error)))
