@@ -63,6 +63,16 @@ def test_what_cannot_be_searched_is_said_before_anything_starts(arguments: list[
     assert not Path("runs").exists()
 
 
+def test_seeds_that_hold_out_different_rows_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def warned(*arguments: str) -> bool:
+        caplog.clear()
+        search(RATES, *arguments)
+        return "set data.eval_seed=1" in caplog.text
+
+    assert warned("seed=1,2") and warned("seed=int(interval(1,9))") and warned("data.eval_seed=1,2")
+    assert not warned("seed=1") and not warned("seed=1,2", "data.eval_seed=1")
+
+
 def test_ending_runs_early_takes_evaluations_on_the_way() -> None:
     with pytest.raises(UserError, match=r"evaluation\.every_steps"):
         search(RATES, prune=True)

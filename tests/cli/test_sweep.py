@@ -83,6 +83,9 @@ def test_values_reach_the_recipe() -> None:
         (["seed=1"], ["no key has several values", "learning_rate=1e-4,2e-4"]),
         (["learning_rate=interval(1e-5,1e-3)"], ["interval", "write the values"]),
         (["seed=1,2", "seed=3,4"], ["seed is written twice"]),
+        (["learning_rate=1e-4,2e-4", "optimizer.learning_rate=3e-4"], ["optimizer.learning_rate is written twice"]),
+        (["learning_rate=0.001,1e-3"], ["learning_rate=0.001 and learning_rate=1e-3 are the same training"]),
+        (["optimizer=adamw,sgd", "optimizer.name=lion,adafactor"], ["optimizer=sgd optimizer.name=lion are the same"]),
         (["learning_rate=1e-4,-1", "seed=1,2"], ["learning_rate=-1 seed=1", "learning_rate=-1 seed=2", "nothing was"]),
         (["seed=1,2", "checkpoint.resume=never"], ["checkpoint.resume=auto"]),
     ],
@@ -99,9 +102,10 @@ def test_seeds_that_hold_out_different_rows_are_warned_of(caplog: pytest.LogCapt
     def warned(*arguments: str) -> bool:
         caplog.clear()
         trials([*ASKED, *arguments])
-        return "add data.eval_seed=1" in caplog.text
+        return "set data.eval_seed=1" in caplog.text
 
     assert warned("seed=1,2", "data.eval_split=0.5") and warned("seed=1,2", "data={eval_split: a, eval_max_samples: 1}")
+    assert warned("data.eval_seed=1,2", "data.eval_split=0.5")
     assert not warned("seed=1,2", "data.eval_split=0.5", "data.eval_seed=1")
     assert not warned("learning_rate=1e-4,2e-4", "data.eval_split=0.5") and not warned("seed=1,2", "data.eval_split=a")
 

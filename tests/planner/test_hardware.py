@@ -674,7 +674,18 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("| `") else []
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "device: [", "\x00", "title: cpu"])
+_CPU = "{device: cpu, title: x, processes: 1, date: never, versions: {}"
+_LAYERS = "matmul: 1.0e+12, half: 10, bandwidth: 1.0e+10, launch_seconds: 1.0e-5"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[1]", "device: [", "\x00", "title: cpu"),
+        f"{_CPU}, optimizer: [1.0e+9, 5.0e+9, 2.0e+9]}}",
+        f"{_CPU}, layers: {{fp32: {{{_LAYERS}, attention: {{sdpa: {{0: 1.0e+9}}}}}}}}}}",
+    ],
+)
 def test_broken_figures_of_a_cpu_are_set_aside_and_measured_again(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

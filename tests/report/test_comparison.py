@@ -95,6 +95,17 @@ def test_many_runs_are_listed_the_best_first(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines[1:6]] == ["run-2", "run-4", "run-1", "run-3", "run-5"]
 
 
+def test_a_run_that_was_not_evaluated_after_training_has_no_held_out_loss(tmp_path: Path) -> None:
+    """One that failed at once would else be the best of those that trained too fast."""
+    worse, failed, worst = make(tmp_path / "worse", loss=5.0), make(tmp_path / "failed"), make(tmp_path / "worst", 1, 6)
+    write_metrics(failed, eval_line(0, 4.0), step_line(1))
+    compared = compare([worse, failed, worst])
+    rows = rows_of(compared, "results")
+    assert rows["held-out loss"] == ("5.0000", MISSING, "6.0000")
+    assert rows["held-out loss before"] == ("4.0000",) * 3
+    assert held_out(compared).best == (0,)
+
+
 def test_long_names_are_numbered(tmp_path: Path) -> None:
     runs = [make(tmp_path / ("a-name-that-is-long-" * 3 + str(at))) for at in range(3)]
     text = comparison_text(compare(runs), 80).plain

@@ -46,6 +46,11 @@ def test_words_stand_apart_and_the_same_ones_together(values: list[Any]) -> None
     assert {text for _, text in figure["axes"][0][2]} == {str(value) for value in values}
 
 
+def test_numbers_among_words_stand_by_their_size() -> None:
+    figure = drawn(Dimension("micro_batch_size", [16, "auto", 4, 128]))
+    assert [text for _, text in sorted(figure["axes"][0][2], reverse=True)] == ["4", "16", "128", "auto"]
+
+
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf])
 def test_a_line_is_broken_where_a_run_has_no_value(missing: Any) -> None:
     figure = drawn(Dimension("a", [1, 2, 3]), Dimension("b", [1, missing, 3]), Dimension("c", [1, 2, 3]))

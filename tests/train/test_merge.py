@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from toolkit.cli.main import main as cli
 from toolkit.common import UserError
 from toolkit.data.prepare import prepare
+from toolkit.distributed.engines import dtypes
+from toolkit.models.load import ModelSource
 from toolkit.recipe.rules import load_checked
 from toolkit.train.export import load_trained
-from toolkit.train.merge import merge, place_for, proof_rows
+from toolkit.train.merge import check_reading, merge, place_for, proof_rows
 from toolkit.train.run_folder import RunFolder
 
 place = place_with("llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
@@ -272,6 +275,25 @@ def test_a_layer_decides_where_a_model_of_8_billion_parameters_is_merged(
     assert place_for(model, logits=10**6)[0] == chosen
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_model_that_is_read_as_a_whole_is_refused_before_where_there_is_no_room(
+    precision: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tiny_gguf(place / "llama", place / "base.gguf")
+    settings = [*LORA, "model.path=base.gguf", f"precision={precision}"]
+    source = ModelSource.open(load_checked("small", settings).recipe)
+    tensors = load_file(place / "llama" / "model.safetensors").values()
+    whole = {"bf16": 2, "fp32": 4}[precision] * sum(each.numel() for each in tensors) + file.stat().st_size
+    for free in (whole, whole - 1):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free, total=2**60))
+        with nullcontext() if free == whole else pytest.raises(UserError, match=r"as a whole, takes .* of the host"):
+            check_reading(source, dtypes(source.recipe))
+    assert "reading base.gguf, as a whole, takes" in capsys.readouterr().out
+    plain = ModelSource.open(load_checked("small", LORA).recipe)
+    check_reading(plain, dtypes(plain.recipe))
+    assert not capsys.readouterr().out
+
+
 WIDE = """
 import json, sys
 from pathlib import Path
@@ -279,6 +301,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaForCausalLM
+from toolkit.distributed.engines import dtypes
+from toolkit.models.load import ModelSource
 from toolkit.recipe.rules import load_checked
 from toolkit.train import merge as merging
 from toolkit.train.process import peak_host_bytes

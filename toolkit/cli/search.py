@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from toolkit.cli.jobs import Share, Trial, train
-from toolkit.cli.sweep import finished, named, swept_keys, trial, write_page
+from toolkit.cli.sweep import finished, named, swept_keys, trial, unlike_rows, write_page
 from toolkit.common import UserError
 from toolkit.files import write_json
 from toolkit.recipe.hydra_habits import Interval, interval, swept_values
+from toolkit.recipe.overrides import full_key
+from toolkit.recipe.problem import warn
 from toolkit.report.load import Record, number, read_run
 
 if TYPE_CHECKING:
@@ -82,6 +84,12 @@ class Search:
         some = {key: _text(space, space.to_external_repr(_some(space))) for key, space in self._space.items()}
         first = self._trial(0, some)
         recipe, self._folder = first.loaded.recipe, first.folder.parent
+        seeds = {
+            key: _text(space, space.to_external_repr(_another(space)))
+            for key, space in self._space.items()
+            if full_key(key) in ("seed", "data.eval_seed")
+        }
+        warn(unlike_rows([recipe, self._trial(0, some | seeds).loaded.recipe]))
         self._metric, self._seed = recipe.checkpoint.keep_best or "eval_loss", recipe.seed
         if not (recipe.data.eval_split or recipe.data.eval_sources):
             raise UserError("a search judges runs by held-out rows, and there are none", "set data.eval_split=0.1")
@@ -293,6 +301,11 @@ def _check(text: str, found: Interval) -> None:
 def _some(space: Any) -> Any:
     """A value of a distribution, in Optuna's own terms."""
     return 0 if hasattr(space, "choices") else space.low
+
+
+def _another(space: Any) -> Any:
+    """Another one, if it has several."""
+    return len(space.choices) - 1 if hasattr(space, "choices") else space.high
 
 
 def _text(space: Any, value: Any) -> str:

@@ -18,8 +18,9 @@ from toolkit.cli import launch
 from toolkit.cli.jobs import Share, Trial, train
 from toolkit.common import UserError, printable
 from toolkit.files import write_atomically
-from toolkit.recipe import split_arguments
+from toolkit.recipe import Recipe, split_arguments
 from toolkit.recipe.hydra_habits import UNSUPPORTED, swept_values
+from toolkit.recipe.overrides import full_key
 from toolkit.recipe.problem import Problem, warn
 from toolkit.recipe.rules import load_checked
 from toolkit.report.comparison import Comparison, compare, comparison_page
@@ -63,29 +64,41 @@ def trials(arguments: Sequence[str], recipes: str | None = None) -> list[Trial]:
     folders = [each.folder for each in found]
     if alike := [folder for folder in folders if folders.count(folder) > 1]:
         raise UserError(f"several combinations would be trained in {alike[0]}", "write values that differ in letters")
-    warn(_unlike_rows(found))
+    _refuse_twins(found)
+    warn(unlike_rows([each.loaded.recipe for each in found]))
     return found
 
 
-def _unlike_rows(found: Sequence[Trial]) -> list[Problem]:
+def _refuse_twins(found: Sequence[Trial]) -> None:
+    """Refuses combinations that train the same: of values written in two ways, or of one that overrules another."""
+    first: dict[str, Trial] = {}
+    for each in found:
+        recipe = each.loaded.recipe.model_dump_json(exclude={"output"})
+        if (twin := first.setdefault(recipe, each)) is not each:
+            raise UserError(
+                f"{shlex.join(twin.changes)} and {shlex.join(each.changes)} are the same training",
+                "write each value once: nothing was started",
+            )
+
+
+def unlike_rows(recipes: Sequence[Recipe]) -> list[Problem]:
     """A warning if the seeds of runs change which rows are held out: their losses would not be comparable."""
-    recipes = [each.loaded.recipe for each in found]
-    follow = [each.seed for each in recipes if each.data.held_out_by_seed and each.data.eval_seed is None]
-    if len(set(follow)) < 2:
+    drawn = [each for each in recipes if each.data.held_out_by_seed]
+    if len({each.seed if each.data.eval_seed is None else each.data.eval_seed for each in drawn}) < 2:
         return []
     what = "each seed holds out other rows, so losses of runs with different seeds cannot be compared"
-    return [Problem("data.eval_seed", what, hint="add data.eval_seed=1, then all hold out the same rows")]
+    return [Problem("data.eval_seed", what, hint="set data.eval_seed=1, then all hold out the same rows")]
 
 
 def swept_keys(arguments: Sequence[str], sweeps: Callable[[str], bool]) -> list[str]:
     """The keys of the arguments that stand for several values.
 
     Raises:
-        UserError: If one of them is written twice.
+        UserError: If one of them is written twice, also where once without its section.
     """
-    written = [text.partition("=")[0] for text in arguments]
-    keys = [key for key, text in zip(written, arguments, strict=True) if sweeps(text)]
-    if twice := [key for key in keys if written.count(key) > 1]:
+    keys = [text.partition("=")[0] for text in arguments if sweeps(text)]
+    written = [full_key(text.partition("=")[0]) for text in arguments]
+    if twice := [key for key in map(full_key, keys) if written.count(key) > 1]:
         raise UserError(f"{twice[0]} is written twice", "write all of its values once")
     return keys
 

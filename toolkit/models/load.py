@@ -265,6 +265,11 @@ class ModelSource:
                     kinds |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         return _IN_16_BITS.get("+".join(kinds), dtypes.load)
 
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether the files are such that Transformers reads all or nothing of them."""
+        return "gguf_file" in self.location or bool(self.low_bits)
+
     def in_files(self, dtypes: Dtypes, folder: Path) -> Weights:
         """The weights where they are, in their files, and the model without them.
 
@@ -279,8 +284,8 @@ class ModelSource:
         dtype = getattr(torch, dtypes.compute if quantization else dtypes.load)
         arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "config": self.config}
         location = self.location
-        if "gguf_file" in location or self.low_bits:
-            # Of which Transformers reads all or nothing: it is held whole once, and written as what is read in parts.
+        if self.is_read_whole:
+            # It is held whole once, and written as what is read in parts.
             gguf = {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in location else {}
             self._read({**location, **arguments, **gguf}).save_pretrained(folder / "whole")
             location = {"pretrained_model_name_or_path": str(folder / "whole")}

@@ -113,7 +113,7 @@ def parse(arguments: Sequence[str], search: list[Path]) -> Overrides:
             result.problems.append(Problem(match["key"], what, COMMAND_LINE, allowed=f"at most {DEEPEST}"))
             continue
         try:
-            key = _full_key(match["key"])
+            key = full_key(match["key"])
             if match["sign"] == "~":
                 _remove(key, result)
             elif key in sections():
@@ -218,8 +218,12 @@ def inherited(data: Mapping[str, Any], stated: Container[str] = ()) -> dict[str,
     return kept
 
 
-def _full_key(key: str) -> str:
-    """The dotted key that a key such as `seq_len` means."""
+def full_key(key: str) -> str:
+    """The dotted key that a key such as `seq_len` means.
+
+    Raises:
+        RecipeError: If it can mean several, or is none of a recipe.
+    """
     head, dot, rest = key.partition(".")
     if re.search(r"\.\d", key):
         whole = re.split(r"\.\d", key)[0]

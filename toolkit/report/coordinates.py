@@ -89,7 +89,8 @@ def _axis(dimension: Dimension, height: int) -> tuple[list[tuple[float, str]], l
     known = [value for value in dimension.values if not _missing(value)]
     numbers = [value for value in known if isinstance(value, int | float)]
     if len(numbers) < len(known) or any(isinstance(value, bool) for value in numbers):
-        texts = sorted({_text(dimension, value) for value in known})
+        # Numbers among words, as of a micro-batch that some leave to `auto`, by their size.
+        texts = list(dict.fromkeys(_text(dimension, value) for value in sorted(known, key=_order)))
         of_text = {text: height * (1 - (at + 0.5) / len(texts)) for at, text in enumerate(texts)}
         heights = [math.nan if _missing(each) else of_text[_text(dimension, each)] for each in dimension.values]
         return [(y, text) for text, y in of_text.items()], heights
@@ -116,6 +117,12 @@ def _apart(ticks: list[tuple[float, str]], least: float = 13.0) -> list[tuple[fl
         if all(abs(each[0] - other[0]) >= least for other in kept):
             kept.append(each)
     return kept
+
+
+def _order(value: float | str | None) -> tuple[float, str]:
+    """Numbers by their size, and then words."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return (float(value), "") if is_number else (math.inf, str(value))  # type: ignore[arg-type]
 
 
 def _missing(value: float | str | None) -> bool:

@@ -221,9 +221,10 @@ class Record:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The evaluation of the published model: the last one, unless the manifest names its step."""
+        """The evaluation of the published model: the last one of what has been trained, unless the manifest names its
+        step."""
         chosen = self.manifest.published
-        rows = [row for row in self.evaluations if not chosen or row["step"] == chosen.step]
+        rows = [row for row in self.evaluations if (row["step"] == chosen.step if chosen else row["step"] > 0)]
         return rows[-1] if rows else None
 
     @property
@@ -234,9 +235,8 @@ class Record:
     @property
     def change(self) -> Estimate | None:
         """Of the held-out loss since before training, on the same rows; None where that is not known."""
-        result = self.result
         before = next((row for row in self.evaluations if row["step"] == 0), None)
-        if not self.held_out_rows or not self.row_losses or before is result:
+        if not self.held_out_rows or not self.row_losses:
             return None
         return self.row_losses.since(self.held_out_rows.of(before))
 

@@ -2,10 +2,10 @@
 
 PEFT's merge is trusted only as far as it is proved: adapters, merged model and saved files must give the same logits on
 real rows, or nothing is written. Several adapters are added up, each times a weight, which logits can prove; whether
-TIES or DARE came out right, they could not. No model is ever whole in memory, but while one is read from a GGUF file,
-see `models/blockwise.py`: what fp32 weights would take (32 GB for 8 billion parameters, 282 GB for 70) is more than the
-machine has that trained them in 4 bits. Each comparison reads all files once more instead; nothing else decides how
-long a merge takes.
+TIES or DARE came out right, they could not. No model is ever whole in memory, but while one is read from a GGUF file
+or restored from few bits, see `models/blockwise.py`: what fp32 weights would take (32 GB for 8 billion parameters, 282
+GB for 70) is more than the machine has that trained them in 4 bits. Each comparison reads all files once more instead;
+nothing else decides how long a merge takes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ import torch
 from toolkit.common import UserError, bytes_text, count_text
 from toolkit.data.collate import IGNORE
 from toolkit.data.prepare import prepare
-from toolkit.distributed.engines import dtypes
+from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.files import write_json
 from toolkit.models.adapters import cast_parameters, kept_in_fp32
 from toolkit.models.blockwise import Blockwise, Merged, blocks
+from toolkit.models.heads import from_config
 from toolkit.models.load import ModelSource
 from toolkit.models.processor_files import copy_processors
 from toolkit.models.sentence_files import write_modules
 from toolkit.models.special_tokens import take_tokens
+from toolkit.models.tiny import by_itself
 from toolkit.planner.hardware.detect import ram
+from toolkit.planner.workload import WIDTH
 from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
 from toolkit.report.load import read_manifest
 from toolkit.train.export import final_model, opened
+from toolkit.train.process import hand_back_memory
 from toolkit.train.storage import build_new, check_new
 
 MERGE_TOLERANCE = 1e-4
@@ -60,9 +64,9 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
     """Merges adapters into the base they were trained on, proves that both say the same, and saves the result.
 
     A quantized base is dequantized: those are the weights that the adapters were trained on. What it all takes is
-    printed, and decides between GPU and host. Logits are compared in fp32 on real rows of the runs' data: the adapters'
-    against the merged model's, and again against the saved files. The first run decides on the type of the files and
-    on the tokenizer.
+    printed before it is taken, and decides between GPU and host. Logits are compared in fp32 on real rows of the runs'
+    data: the adapters' against the merged model's, and again against the saved files. The first run decides on the type
+    of the files and on the tokenizer.
 
     Args:
         runs: Of which the adapters are added up.
@@ -160,7 +164,9 @@ def _merge_into(
 ) -> dict[str, Any]:
     """Writes the merged model into a folder. Returns what was compared."""
     types, probe = dtypes(source.recipe), _Probe(rows, tokenizer.pad_token_id)
+    check_reading(source, types)
     base = source.in_files(types, work / "base")
+    hand_back_memory()
     adapted_model = base.adapted(adapters)
     place, memory = place_for(adapted_model, probe.tokens * (source.vocab_size or 0))
     print(memory, flush=True)
@@ -205,6 +211,31 @@ def _merge_into(
     return proof
 
 
+def check_reading(source: ModelSource, types: Dtypes) -> None:
+    """Says what it takes to read a base that is held whole meanwhile: of a GGUF file, or published in few bits.
+
+    Raises:
+        UserError: If the host has no room for it.
+    """
+    if not source.is_read_whole:
+        return
+    recipe = source.recipe
+    with by_itself(), torch.device("meta"):
+        model = from_config(recipe.objective, source.config, recipe.model.trust_remote_code)
+    width = WIDTH[types.load if recipe.method.quantization == "none" else types.compute]
+    # Threads that read are ahead of those that restore by most of the files.
+    read = sum(file.stat().st_size for file in source.weight_files())
+    whole, free = width * sum(each.numel() for each in model.parameters()) + read, _free()
+    text = f"reading {recipe.model.path}, as a whole, takes {bytes_text(whole)} of the host; {bytes_text(free)} free"
+    if whole > free:
+        raise UserError(text, "merge on a machine with more memory; the adapter can be used as it is")
+    print(text, flush=True)
+
+
+def _free() -> int:
+    return min(psutil.virtual_memory().available, ram())
+
+
 def place_for(adapted: Any, logits: int) -> tuple[torch.device, str]:
     """Where a model with adapters is merged: on the GPU if there is room, on the host otherwise.
 
@@ -226,7 +257,7 @@ def place_for(adapted: Any, logits: int) -> tuple[torch.device, str]:
     largest = max(each.numel() for each in adapted.parameters())
     adapters = sum(each.numel() for each in adapted.parameters() if not each.is_meta)
     held = 4 * (adapters + logits) + 2 * max(SHARD, 4 * largest)
-    free = min(psutil.virtual_memory().available, ram())
+    free = _free()
     text = f"merging layer by layer takes {bytes_text(computing)} to compute and {bytes_text(held)} of the host"
     shown = f"{bytes_text(free)} free on the host"
     on_gpu = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0

@@ -51,6 +51,12 @@ def _keep_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**30)
 
 
+def hand_back_memory() -> None:
+    """Has glibc hand back what is free, so that it counts as such; of many weights it would keep most."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextmanager
 def ahead_of_launcher() -> Iterator[None]:
     """Lets the training, not `accelerate launch`, answer Ctrl-C.

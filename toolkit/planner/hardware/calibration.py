@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from pydantic import Field, PositiveFloat, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from toolkit import own_process
 from toolkit.cache import cache_dir, find, locked, writable
@@ -51,7 +51,7 @@ class Layers(Section):
     """Bytes/s read and written by all other operations."""
     launch_seconds: PositiveFloat
     """Of one counted operation, with the views, casts and autograd nodes around it."""
-    attention: dict[str, dict[int, PositiveFloat]]
+    attention: dict[str, dict[PositiveInt, PositiveFloat]]
     """FLOP/s of attention, forward and backward, by backend and tokens of a row; a mask counts for nothing. Of
     `DOCUMENTS` by tokens of a document, a causal mask counts half."""
 

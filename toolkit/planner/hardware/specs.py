@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetPydanticSchema, PositiveInt, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, GetPydanticSchema, PositiveInt, ValidationInfo, field_validator
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from toolkit.recipe import Section
@@ -48,11 +48,11 @@ class Rate:
     measured: bool = False
 
 
-def _in_order(figures: list[float]) -> Rate:
+def _in_order(figures: list[float]) -> list[float]:
     value, low, high = figures
     if not low <= value <= high:
         raise ValueError("value, low, high, in which the value lies between the others")
-    return Rate(value, low, high)
+    return figures
 
 
 def _peaks(tflops: dict[Dtype, float]) -> dict[str, float]:
@@ -67,8 +67,8 @@ def _stated(form: Any, convert: Callable[[Any], Any]) -> GetPydanticSchema:
 
 
 _Positive = Annotated[float, Field(gt=0)]
-Figure = Annotated[list[_Positive], Field(min_length=3, max_length=3)]
-_Range = Annotated[Rate, _stated(Figure, _in_order)]
+Figure = Annotated[list[_Positive], Field(min_length=3, max_length=3), AfterValidator(_in_order)]
+_Range = Annotated[Rate, _stated(Figure, lambda figure: Rate(*figure))]
 _Gib = Annotated[int, _stated(_Positive, lambda gib: int(gib * 2**30))]
 _Gb = Annotated[float, _stated(_Positive, lambda gb: gb * 1e9)]
 _Gbit = Annotated[float, _stated(_Positive, lambda gbit: gbit * 1e9 / 8)]
