@@ -50,7 +50,7 @@ from toolkit.models.heads import (
     with_labels,
 )
 from toolkit.models.low_bit_files import finish_restoring, restoring, take_form
-from toolkit.models.reading import read
+from toolkit.models.reading import read, require_weights
 from toolkit.models.sentence_files import POOLING, pooling_of
 from toolkit.models.tokenizer_limits import check_growth
 from toolkit.recipe import Recipe
@@ -161,7 +161,7 @@ class ModelSource:
             tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
         if tokenizer.pad_token is None:
             # Labels are masked by position, not by token, so any token can pad without being lost as a label.
-            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
         size = self._saved_vocab_size
         if size is not None and not model.new_tokens and (tokenizer.pad_token_id or 0) >= size:
             raise no_embedding("model.tokenizer, for padding,", tokenizer, tokenizer.pad_token_id, size)
@@ -194,6 +194,12 @@ class ModelSource:
         if gguf:
             return [opened]
         return [*tensor_files(opened.parent), opened]
+
+    def require_weights(self) -> None:
+        """Refuses a folder without the weights that are read from it, see `reading.require_weights`."""
+        folder = Path(self.location["pretrained_model_name_or_path"])
+        if "gguf_file" not in self.location and folder.is_dir():
+            require_weights(folder, self.config, self.recipe.objective)
 
     def load(self, dtypes: Dtypes, backend: str, elsewhere: Sequence[str] = ()) -> PreTrainedModel:
         """The weights, stored as the recipe says.
