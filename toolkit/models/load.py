@@ -35,7 +35,7 @@ from toolkit.data import hub
 from toolkit.data.chat_template import load_chat_template
 from toolkit.data.encode import no_embedding
 from toolkit.distributed.engines import Dtypes, loads_on_device
-from toolkit.models import attention_kernels, device, experts, zero3_loading
+from toolkit.models import attention_kernels, device, experts, gguf_header, zero3_loading
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config
 from toolkit.models.blockwise import Weights
 from toolkit.models.embedding import drop_pooler
@@ -112,7 +112,10 @@ class ModelSource:
                 "names no default_language",
                 f"set default_language there to one of: {', '.join(config.languages)}",
             )
-        return cls(recipe, location, config, low_bits=take_form(config))
+        source = cls(recipe, location, config, low_bits=take_form(config))
+        if "gguf_file" in location:
+            gguf_header.complete(config, source.weight_files()[0])
+        return source
 
     def labelled(self, labels: Sequence[str], tokenizer: Any) -> ModelSource:
         """The same with a head that has an output for each label; unchanged where the head scores the vocabulary, and

@@ -7,6 +7,7 @@ run's model is measured on real rows and told, see `export_proof`. An adapter is
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib.util
 import json
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoConfig, BitsAndBytesConfig, TorchAoConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -27,7 +28,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
-from toolkit.models import own_attention, packed_int4
+from toolkit.models import gguf_header, own_attention, packed_int4
 from toolkit.models.embedding import drop_pooler
 from toolkit.models.heads import auto_class, from_config
 from toolkit.models.load import ModelSource
@@ -236,7 +237,7 @@ class _Exporting:
             # Transformers makes fp32 of what a GGUF file holds. Where nothing was rounded it has to be the same model.
             self._settings["dtype"] = torch.float32
             saved = self._said(whole) if self._form == "gguf" else None
-            self._settings["gguf_file"] = gguf.FILE
+            self._settings |= {"gguf_file": gguf.FILE, "config": self._as_in_header(folder)}
             return saved
         recipe, config = self._source.recipe, FORMATS[self._form].config
         kept = kept_whole(self._source.config, recipe.objective, recipe.model.trust_remote_code)
@@ -255,6 +256,15 @@ class _Exporting:
                 f"Transformers cannot compute with {self._form} weights of this model: {in_a_line(error)}",
                 "nothing was written; take another format",
             ) from error
+
+    def _as_in_header(self, folder: Path) -> Any:
+        """The configuration for what a GGUF file holds: the run's own, of which a header lacks some, unless llama.cpp
+        knows the architecture by another name."""
+        config = AutoConfig.from_pretrained(folder, gguf_file=gguf.FILE)
+        if config.model_type == self._source.config.model_type:
+            return copy.deepcopy(self._source.config)
+        gguf_header.complete(config, folder / gguf.FILE)
+        return config
 
     def read(self, folder: Path) -> Outputs:
         """What is said by the files.
