@@ -7,7 +7,6 @@ run's model is measured on real rows and told, see `export_proof`. An adapter is
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib.util
 import json
@@ -237,7 +236,7 @@ class _Exporting:
             # Transformers makes fp32 of what a GGUF file holds. Where nothing was rounded it has to be the same model.
             self._settings["dtype"] = torch.float32
             saved = self._said(whole) if self._form == "gguf" else None
-            self._settings |= {"gguf_file": gguf.FILE, "config": self._as_in_header(folder)}
+            self._settings |= {"gguf_file": gguf.FILE, "config": _config_of(whole, folder)}
             return saved
         recipe, config = self._source.recipe, FORMATS[self._form].config
         kept = kept_whole(self._source.config, recipe.objective, recipe.model.trust_remote_code)
@@ -256,15 +255,6 @@ class _Exporting:
                 f"Transformers cannot compute with {self._form} weights of this model: {in_a_line(error)}",
                 "nothing was written; take another format",
             ) from error
-
-    def _as_in_header(self, folder: Path) -> Any:
-        """The configuration for what a GGUF file holds: the run's own, of which a header lacks some, unless llama.cpp
-        knows the architecture by another name."""
-        config = AutoConfig.from_pretrained(folder, gguf_file=gguf.FILE)
-        if config.model_type == self._source.config.model_type:
-            return copy.deepcopy(self._source.config)
-        gguf_header.complete(config, folder / gguf.FILE)
-        return config
 
     def read(self, folder: Path) -> Outputs:
         """What is said by the files.
@@ -323,6 +313,16 @@ class _Exporting:
 
     def _said(self, folder: Path) -> Outputs:
         return self._probe.outputs(self._loaded(folder))
+
+
+def _config_of(whole: Path, folder: Path) -> Any:
+    """The configuration for what a GGUF file holds: of which a header lacks some, that of the model which was written
+    to it, unless llama.cpp knows its architecture by another name."""
+    own, stated = AutoConfig.from_pretrained(whole), AutoConfig.from_pretrained(folder, gguf_file=gguf.FILE)
+    if own.model_type == stated.model_type:
+        return own
+    gguf_header.complete(stated, folder / gguf.FILE)
+    return stated
 
 
 def _leave_out_loose(quantizer: Any) -> None:
