@@ -52,13 +52,11 @@ def test_gguf_file_is_found_by_its_own_path_and_inside_a_folder(gguf_file: Path)
     two = ModelSource.open(recipe(f"model.path={file.parent}", f"model.gguf_file={file.name}"))
     assert one.location == two.location and one.location["gguf_file"] == file.name
     assert one.config.model_type == "llama"
-    with pytest.raises(UserError, match="GGUF"):
-        set_up(*NF4, f"model.path={file}", "data.over_long=truncate")
 
 
 def change(words: str) -> str:
     """The line of code in what an error says to change."""
-    return words.partition("`python -c \"")[2].partition('"`')[0]
+    return words.partition('`python -c "')[2].partition('"`')[0]
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -74,7 +72,7 @@ def test_weights_in_pickles_are_refused_before_the_data_is_prepared_and_converte
         torch.save({name: weights[name] for name in places if places[name] == file}, folder / file)
     index = {"metadata": {}, "weight_map": places}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
-    with pytest.raises(UserError, match="lacks model.safetensors(.|\n)*may run code") as caught:
+    with pytest.raises(UserError, match=r"(?s)lacks model\.safetensors.*may run code") as caught:
         set_up(f"model.path={folder}", "data.sources=[nothing.jsonl]")
     exec(change(str(caught.value)), {})
     converted = load_file(folder / "model.safetensors")

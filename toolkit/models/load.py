@@ -60,6 +60,7 @@ from toolkit.recipe.module_names import tensor_files
 _log = logging.getLogger("toolkit.models")
 _IN_16_BITS = {"BF16": "bfloat16", "F16": "float16"}
 """Of safetensors."""
+_IN_FULL_ON_HOST = {"device_map": None, "quantization_config": None}
 
 
 @dataclass(frozen=True)
@@ -221,17 +222,8 @@ class ModelSource:
             "dtype": getattr(torch, self._read_in(dtypes)),
             "attn_implementation": attention_kernels.implementation(backend),
         }
-        method = self.recipe.method
         quantization = quantization_config(self.recipe, dtypes, self.config)
-        if "gguf_file" in self.location:
-            if quantization:
-                raise UserError(
-                    f"method.quantization={method.quantization} needs full weights, {self.recipe.model.path} is GGUF",
-                    "set method.quantization=none, or name the model's safetensors",
-                )
-            # Otherwise the weights keep a quantizer that refuses to train and to save.
-            arguments["quantization_config"] = GgufConfig(dequantize=True)
-        elif quantization:
+        if quantization:
             arguments["quantization_config"] = quantization
             arguments["dtype"] = getattr(torch, dtypes.compute)
         if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
@@ -243,8 +235,13 @@ class ModelSource:
             arguments |= {"key_mapping": renamed} if renamed else {}
         if elsewhere:
             arguments["device_map"] = {"": "cpu", **arguments.get("device_map", {}), **dict.fromkeys(elsewhere, "meta")}
+        if quantization and "gguf_file" in self.location:
+            # Which Transformers can read in full only: held whole once, in 16 bits, on the host.
+            arguments["state_dict"] = self._read({**arguments, **_IN_FULL_ON_HOST}, self.stored).state_dict()
         with _not_dispatched() if elsewhere else contextlib.nullcontext():
             model = self._read(arguments, self.stored)
+        # What was given its weights does not know from where, which its adapters note.
+        model.name_or_path = model.config.name_or_path = self.location["pretrained_model_name_or_path"]
         keep_unpacked(model)
         if getattr(model.config, "rescale_every", 0):
             # RWKV would divide its weights whenever it is evaluated, also in checkpoints, but not its adapters.
@@ -256,6 +253,11 @@ class ModelSource:
 
     def _read(self, arguments: dict[str, Any], stored: Any = None) -> PreTrainedModel:
         """The weights in the type that the arguments name, restored where the files hold few bits."""
+        if "state_dict" in arguments:
+            arguments = {key: value for key, value in arguments.items() if key != "gguf_file"}
+        elif "gguf_file" in arguments:
+            # Otherwise the weights keep a quantizer that refuses to train and to save.
+            arguments |= {"quantization_config": GgufConfig(dequantize=True)}
         with restoring(self.low_bits):
             model = _with_all_weights(self.recipe, arguments, stored)
         if self.low_bits:
@@ -290,8 +292,7 @@ class ModelSource:
         location = self.location
         if "gguf_file" in location or self.low_bits:
             # Of which Transformers reads all or nothing: it is held whole once, and written as what is read in parts.
-            gguf = {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in location else {}
-            self._read({**location, **arguments, **gguf}).save_pretrained(folder / "whole")
+            self._read({**location, **arguments}).save_pretrained(folder / "whole")
             location = {"pretrained_model_name_or_path": str(folder / "whole")}
         arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder), **_only_safetensors(location)}
         model = _with_all_weights(self.recipe, {**location, **arguments})

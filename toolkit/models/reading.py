@@ -74,7 +74,8 @@ def _from_pickles(path: str, config: Any, objective: str) -> str:
     """
     kind = next(iter(getattr(config, "architectures", None) or ()), auto_class(objective).__name__)
     folder = path if Path(path).is_dir() else path.rpartition("/")[2]
-    line = f"from transformers import {kind} as M; M.from_pretrained({path!r}, dtype='auto').save_pretrained({folder!r})"
+    load = f"M.from_pretrained({path!r}, dtype='auto')"
+    line = f"from transformers import {kind} as M; {load}.save_pretrained({folder!r})"
     also = "" if folder == path else f", and set model.path={folder} and model.tokenizer={path}"
     return f'pickles may run code, and are not read; convert them once: `python -c "{line}"`{also}'
 
@@ -84,7 +85,7 @@ def read(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
 
     Args:
         kind: The class, such as `AutoConfig`.
-        arguments: Of its `from_pretrained`, the place among them.
+        arguments: Of its `from_pretrained`, the place among them; with a `state_dict` nothing is read there.
 
     Raises:
         UserError: It cannot be read; names the key.
@@ -102,6 +103,9 @@ def read(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
     if arguments.get("trust_remote_code"):
         refuse_code_elsewhere(kind, path, arguments.get("revision"), key)
     try:
+        if "state_dict" in arguments:
+            # A class that has yet to find the model's own would look for it there.
+            return kind._model_mapping[type(arguments["config"])].from_pretrained(None, **arguments)
         return kind.from_pretrained(path, **arguments)
     except (UserError, torch.OutOfMemoryError):
         raise
