@@ -236,7 +236,7 @@ class _Exporting:
             # Transformers makes fp32 of what a GGUF file holds. Where nothing was rounded it has to be the same model.
             self._settings["dtype"] = torch.float32
             saved = self._said(whole) if self._form == "gguf" else None
-            self._settings |= {"gguf_file": gguf.FILE, "config": _config_of(whole, folder)}
+            self._settings |= {"gguf_file": gguf.FILE, "config": _config_of(folder / gguf.FILE)}
             return saved
         recipe, config = self._source.recipe, FORMATS[self._form].config
         kept = kept_whole(self._source.config, recipe.objective, recipe.model.trust_remote_code)
@@ -315,14 +315,11 @@ class _Exporting:
         return self._probe.outputs(self._loaded(folder))
 
 
-def _config_of(whole: Path, folder: Path) -> Any:
-    """The configuration for what a GGUF file holds: of which a header lacks some, that of the model which was written
-    to it, unless llama.cpp knows its architecture by another name."""
-    own, stated = AutoConfig.from_pretrained(whole), AutoConfig.from_pretrained(folder, gguf_file=gguf.FILE)
-    if own.model_type == stated.model_type:
-        return own
-    gguf_header.complete(stated, folder / gguf.FILE)
-    return stated
+def _config_of(file: Path) -> Any:
+    """The configuration that the header of a GGUF file states, as llama.cpp reads it."""
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    gguf_header.complete(config, file)
+    return config
 
 
 def _leave_out_loose(quantizer: Any) -> None:
