@@ -188,9 +188,10 @@ def test_who_reads_the_weights_and_where_to(strategy: str, quantization: str, on
     method = {"name": "lora", "quantization": quantization}
     made = recipe(strategy={"name": strategy}, method=method)
     assert (loads_on_device(made), loads_on_first_process(made)) == (on_device, on_first)
-    # GGUF files are taken apart on the host.
+    # GGUF files are taken apart on the host, and quantized to the device.
     for model in ({"path": "m.gguf"}, {"path": "m", "gguf_file": "w.gguf"}):
-        assert not loads_on_device(recipe(strategy={"name": strategy}, method=method, model=model))
+        of_gguf = loads_on_device(recipe(strategy={"name": strategy}, method=method, model=model))
+        assert of_gguf == (on_device and quantization != "none")
     every = {"name": strategy, "cpu_ram_efficient_loading": False}
     assert strategy != "fsdp" or not loads_on_first_process(recipe(strategy=every, method=method))
 

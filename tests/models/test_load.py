@@ -52,8 +52,64 @@ def test_gguf_file_is_found_by_its_own_path_and_inside_a_folder(gguf_file: Path)
     two = ModelSource.open(recipe(f"model.path={file.parent}", f"model.gguf_file={file.name}"))
     assert one.location == two.location and one.location["gguf_file"] == file.name
     assert one.config.model_type == "llama"
-    with pytest.raises(UserError, match="GGUF"):
-        set_up(*NF4, f"model.path={file}", "data.over_long=truncate")
+
+
+def change(words: str) -> str:
+    """The line of code in what an error says to change."""
+    return words.partition('`python -c "')[2].partition('"`')[0]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_in_pickles_are_refused_before_the_data_is_prepared_and_converted_as_is_said(
+    parts: int, tmp_path: Path
+) -> None:
+    folder = shutil.copytree("llama", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = [f"pytorch_model-{part}-of-{parts}.bin" for part in range(parts)] if parts > 1 else ["pytorch_model.bin"]
+    places = {name: files[number % parts] for number, name in enumerate(weights)}
+    for file in files:
+        torch.save({name: weights[name] for name in places if places[name] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(UserError, match=r"(?s)lacks model\.safetensors.*may run code") as caught:
+        set_up(f"model.path={folder}", "data.sources=[nothing.jsonl]")
+    exec(change(str(caught.value)), {})
+    converted = load_file(folder / "model.safetensors")
+    assert converted.keys() == weights.keys()
+    assert all(torch.equal(converted[name], weights[name]) for name in weights)
+    ModelSource.open(recipe(f"model.path={folder}")).require_weights()
+
+
+@pytest.mark.parametrize(
+    ("gone", "words"),
+    [
+        ("model-00002-of-00002.safetensors", "1 of the 2 files that model.safetensors.index.json names"),
+        ("model.safetensors.index.json", "lacks model.safetensors.index.json"),
+    ],
+)
+def test_files_of_weights_that_are_missing_are_named_before_the_data_is_prepared(
+    gone: str, words: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree("llama", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(weights)}
+    for file in set(places.values()):
+        save_file({name: weights[name] for name in places if places[name] == file}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    ModelSource.open(recipe(f"model.path={folder}")).require_weights()
+    (folder / gone).unlink()
+    with pytest.raises(UserError, match=words):
+        set_up(f"model.path={folder}", "data.sources=[nothing.jsonl]")
+
+
+def test_a_tokenizer_that_names_no_token_pads_all_the_same(tmp_path: Path) -> None:
+    """As that of a folder with `tokenizer.json` alone does."""
+    folder = shutil.copytree("llama", tmp_path / "model")
+    (folder / "tokenizer_config.json").unlink()
+    assert ModelSource.open(recipe(f"model.path={folder}")).tokenizer().pad_token_id == 0
 
 
 def test_gguf_file_of_the_hub_is_all_of_its_model(

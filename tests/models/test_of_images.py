@@ -20,7 +20,7 @@ from toolkit.cli.main import main as cli
 from toolkit.models.tiny import shrink
 from toolkit.train.main import main
 
-KINDS = ("mistral3", "qwen2_5_vl", "qwen3_vl")
+KINDS = ("mistral3", "paligemma", "qwen2_5_vl", "qwen3_vl")
 PROCESSOR = '{"image_processor_type": "PixtralImageProcessor"}'
 
 

@@ -236,6 +236,7 @@ def test_each_part_that_is_offloaded_to_nvme_takes_its_room_there() -> None:
         ("h100x8x2", {"strategy": {"name": "fsdp", "cpu_ram_efficient_loading": False}}, 2 + 8 * 4),
         ("h100x8", {"strategy": {"name": "fsdp"}, "precision": "pure_bf16"}, 2),
         ("h100x8", {"model": {"path": "m.gguf"}, "precision": "fp32"}, 2 + 8 * 4),
+        ("h100x8", {"model": {"path": "m.gguf"}, "method": {"name": "lora", "quantization": "nf4"}}, 2 + 8 * 2),
     ],
     ids=str,
 )

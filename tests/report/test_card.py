@@ -11,7 +11,7 @@ import pytest
 import yaml
 from example_run import AUDIT, MANIFEST
 from pages import step_line
-from tiny import tiny_model
+from tiny import tiny_gguf, tiny_model
 
 from toolkit.recipe import Recipe
 from toolkit.report.card import write_card
@@ -21,7 +21,7 @@ LLAMA, BLENDERBOT = "HuggingFaceTB/SmolLM2-135M-Instruct", "facebook/blenderbot-
 
 def make_recipe(path: str = LLAMA, sources: list[Any] | None = None, **sections: Any) -> Recipe:
     data = {"sources": sources or ["org/chats"]}
-    return Recipe.model_validate({"model": {"path": path}, "data": data, **sections})
+    return Recipe.model_validate({"model": {"path": path}, "data": data} | sections)
 
 
 @pytest.fixture
@@ -100,6 +100,28 @@ def test_an_adapter_loads_as_the_card_says(run: Path, tmp_path: Path, monkeypatc
     card = write_card(run / "final", run, make_recipe(str(base), method=loftq), str(base)).read_text()
     variables = run_snippet(card, run / "final", monkeypatch)
     assert "belongs on the base in nf4" in card and variables["model"].config.quantization_config.load_in_4bit
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("inside", [False, True], ids=["the file", "its folder"])
+def test_an_adapter_of_a_gguf_file_loads_as_the_card_says(
+    inside: bool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tiny_model(LLAMA, tmp_path / "base")
+    file = tiny_gguf(folder, tmp_path / "tiny.gguf")
+    named, stated = (str(tmp_path), {"gguf_file": file.name}) if inside else (str(file), {})
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    adapted.peft_config["default"].base_model_name_or_path = named
+    adapted.save_pretrained(run / "final")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(run / "final")
+    recipe = make_recipe(method={"name": "lora"}, model={"path": named, **stated})
+    card = write_card(run / "final", run, recipe, named).read_text()
+    assert isinstance(run_snippet(card, run / "final", monkeypatch)["model"], PeftModel)
 
 
 def test_an_encoder_decoder_loads_as_the_card_says(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,8 +149,6 @@ CASES = [
         ["method.target_modules=[o_proj]"],
     ),
     ("quantized-dtype", ["method=qlora", "model.dtype=bf16"], ["~model.dtype"]),
-    ("quantized-gguf", ["method=qlora", "model=m.gguf"], ["method.quantization=none"]),
-    ("quantized-gguf", ["method=lora_int8", "model=a/b", "model.gguf_file=m.gguf"], ["method.quantization=none"]),
     ("quantized-experts", ["method=lora_int8", "model=qwen3_30b_a3b"], ["method.quantization=nf4"]),
     ("quantized-experts", ["method=lora_int8", "model=qwen3_30b_a3b"], ["method.quantization=fp8"]),
     ("quantized-experts", ["method=lora_int8", "model=qwen3_30b_a3b"], ["method.quantization=int4"]),

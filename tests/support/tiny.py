@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from toolkit.recipe import model_configs
@@ -108,6 +109,7 @@ def tiny_gguf(model: Path, file: Path) -> Path:
     import gguf
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoTokenizer
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     writer = gguf.GGUFWriter(file, "llama")
@@ -119,7 +121,17 @@ def tiny_gguf(model: Path, file: Path) -> Path:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+        plain = rope["rope_theta"] ** -(np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim)
+        writer.add_tensor("rope_freqs.weight", plain / scaled.numpy())
+    elif rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", 0))
+    writer.add_key_length(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
     bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     writer.add_tokenizer_model("gpt2")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import SUPPORT
+from small import LORA, populate, trained
 
 from toolkit.cli.main import main
 from toolkit.common import UserError
@@ -44,6 +46,29 @@ def test_without_a_converter_it_is_said_where_to_get_it(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="not in the PATH"):
         gguf.converter()
+
+
+def test_a_file_is_read_back_with_positions_scaled_as_those_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which Transformers does not take from its header."""
+    monkeypatch.chdir(tmp_path)
+    populate(tmp_path, "llama")
+    config = json.loads(Path("llama/config.json").read_text(encoding="utf-8"))
+    config["rope_parameters"] |= {"rope_theta": 1e4}
+    Path("llama/config.json").write_text(json.dumps(config), encoding="utf-8")
+    writes = f"""
+import sys
+from pathlib import Path
+sys.path.append({str(SUPPORT)!r})
+from tiny import tiny_gguf
+tiny_gguf(Path(sys.argv[1]), Path(sys.argv[3]))
+"""
+    script(tmp_path, writes, monkeypatch)
+    run = trained("scaled", *LORA)
+    assert main(["export", str(run), "format=gguf"]) == 0
+    proof = json.loads((run / "gguf" / "export_proof.json").read_text(encoding="utf-8"))
+    assert proof["distance_as_saved"] == 0 and proof["distance"] < 1e-5
 
 
 @pytest.mark.matrix

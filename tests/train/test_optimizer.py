@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from recipes import recipe_of
+from toolkit.cli.main import main as cli
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
 from toolkit.recipe.optimizers import OPTIMIZERS
@@ -488,17 +489,35 @@ def test_norms_and_biases_are_not_decayed(model: str) -> None:
         assert decay[id(parameter)] == (0.0 if spared else 0.1), name
 
 
-@pytest.mark.parametrize("method", [[], LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("method", [[], LORA, NF4, INT8, FP8, INT4], ids=["full", "lora", "nf4", "int8", "fp8", "int4"])
 def test_gguf_file_is_trained_as_the_folder_of_its_model_and_saved(method: list[str], tmp_path: Path) -> None:
     folder = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", tmp_path / "folder")
     file = tiny_gguf(folder, tmp_path / "tiny.gguf")
     runs = []
     for model in (folder, file):
-        runs.append(Path("runs") / f"{model.stem}-{len(method)}")
+        runs.append(Path("runs") / f"{model.stem}-{'-'.join(method)}")
         assert main(["recipe=small", *method, f"model.path={model}", f"output.name={runs[-1].name}"]) == 0
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
+    if len(method) > 1:
+        config = json.loads((runs[1] / "final" / "adapter_config.json").read_text(encoding="utf-8"))
+        assert config["base_model_name_or_path"] == str(file)
+        assert cli(["merge", str(runs[1])]) == 0
+        proof = json.loads((runs[1] / "merged" / "merge_proof.json").read_text(encoding="utf-8"))
+        assert proof["distance"] < 1e-4 < proof["effect"]
     if not method:
         saved_as_a_plain_model(runs[1] / "final")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp"])
+def test_engines_train_on_what_is_quantized_of_a_gguf_file(engine: str, tmp_path: Path, ranks: Ranks) -> None:
+    folder = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", tmp_path / "folder")
+    file = tiny_gguf(folder, tmp_path / "tiny.gguf")
+    asked = [*NF4, "batch.micro_batch_size=1", "optimizer.name=sgd"]
+    assert main(["recipe=small", f"model.path={folder}", f"output.name=nf4-alone-{engine}", *asked]) == 0
+    launched = ["recipe=small", f"model.path={file}", f"output.name=nf4-{engine}", f"strategy.name={engine}", *asked]
+    done = ranks.run(Path.cwd(), *launched, processes=2, entry=ON_CPU)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(Path("runs", f"nf4-{engine}")) == pytest.approx(losses(Path("runs", f"nf4-alone-{engine}")), rel=2e-3)
 
 
 def saved_as_a_plain_model(folder: Path) -> None:

@@ -201,11 +201,17 @@ def loads_on_first_process(recipe: Recipe) -> bool:
 def loads_on_device(recipe: Recipe) -> bool:
     """Whether every process with a GPU reads the weights straight to it.
 
-    Not where they are divided first, nor from GGUF files, which are taken apart on the host.
+    Not where they are divided first, nor from GGUF files, which are taken apart on the host; what is quantized of them
+    there goes to the GPU weight by weight.
     """
-    name, model = recipe.strategy.name, recipe.model
-    divided = name == "zero3" or (name == "fsdp" and recipe.method.quantization == "none") or recipe.parallel.divides
-    return not divided and not model.gguf_file and not model.path.endswith(".gguf")
+    name, quantized = recipe.strategy.name, recipe.method.quantization != "none"
+    divided = name == "zero3" or (name == "fsdp" and not quantized) or recipe.parallel.divides
+    return not divided and (quantized or not reads_gguf(recipe))
+
+
+def reads_gguf(recipe: Recipe) -> bool:
+    """Whether the weights lie in a GGUF file."""
+    return recipe.model.gguf_file is not None or recipe.model.path.endswith(".gguf")
 
 
 def training_arguments(

@@ -35,7 +35,7 @@ from toolkit.data import hub
 from toolkit.data.chat_template import load_chat_template
 from toolkit.data.encode import no_embedding
 from toolkit.distributed.engines import Dtypes, loads_on_device
-from toolkit.models import attention_kernels, device, experts, zero3_loading
+from toolkit.models import attention_kernels, device, experts, gguf_header, zero3_loading
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config
 from toolkit.models.blockwise import Weights
 from toolkit.models.embedding import drop_pooler
@@ -50,7 +50,7 @@ from toolkit.models.heads import (
     with_labels,
 )
 from toolkit.models.low_bit_files import finish_restoring, restoring, take_form
-from toolkit.models.reading import read
+from toolkit.models.reading import read, require_weights
 from toolkit.models.sentence_files import POOLING, pooling_of
 from toolkit.models.tokenizer_limits import check_growth
 from toolkit.recipe import Recipe
@@ -60,6 +60,7 @@ from toolkit.recipe.module_names import tensor_files
 _log = logging.getLogger("toolkit.models")
 _IN_16_BITS = {"BF16": "bfloat16", "F16": "float16"}
 """Of safetensors."""
+_IN_FULL_ON_HOST = {"device_map": None, "quantization_config": None}
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,10 @@ class ModelSource:
                 "names no default_language",
                 f"set default_language there to one of: {', '.join(config.languages)}",
             )
-        return cls(recipe, location, config, low_bits=take_form(config))
+        source = cls(recipe, location, config, low_bits=take_form(config))
+        if "gguf_file" in location:
+            gguf_header.complete(config, source.weight_files()[0])
+        return source
 
     def labelled(self, labels: Sequence[str], tokenizer: Any) -> ModelSource:
         """The same with a head that has an output for each label; unchanged where the head scores the vocabulary, and
@@ -161,7 +165,7 @@ class ModelSource:
             tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
         if tokenizer.pad_token is None:
             # Labels are masked by position, not by token, so any token can pad without being lost as a label.
-            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
         size = self._saved_vocab_size
         if size is not None and not model.new_tokens and (tokenizer.pad_token_id or 0) >= size:
             raise no_embedding("model.tokenizer, for padding,", tokenizer, tokenizer.pad_token_id, size)
@@ -195,6 +199,12 @@ class ModelSource:
             return [opened]
         return [*tensor_files(opened.parent), opened]
 
+    def require_weights(self) -> None:
+        """Refuses a folder without the weights that are read from it, see `reading.require_weights`."""
+        folder = Path(self.location["pretrained_model_name_or_path"])
+        if "gguf_file" not in self.location and folder.is_dir():
+            require_weights(folder, self.config, self.recipe.objective)
+
     def load(self, dtypes: Dtypes, backend: str, elsewhere: Sequence[str] = ()) -> PreTrainedModel:
         """The weights, stored as the recipe says.
 
@@ -212,17 +222,8 @@ class ModelSource:
             "dtype": getattr(torch, self._read_in(dtypes)),
             "attn_implementation": attention_kernels.implementation(backend),
         }
-        method = self.recipe.method
         quantization = quantization_config(self.recipe, dtypes, self.config)
-        if "gguf_file" in self.location:
-            if quantization:
-                raise UserError(
-                    f"method.quantization={method.quantization} needs full weights, {self.recipe.model.path} is GGUF",
-                    "set method.quantization=none, or name the model's safetensors",
-                )
-            # Otherwise the weights keep a quantizer that refuses to train and to save.
-            arguments["quantization_config"] = GgufConfig(dequantize=True)
-        elif quantization:
+        if quantization:
             arguments["quantization_config"] = quantization
             arguments["dtype"] = getattr(torch, dtypes.compute)
         if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
@@ -234,8 +235,13 @@ class ModelSource:
             arguments |= {"key_mapping": renamed} if renamed else {}
         if elsewhere:
             arguments["device_map"] = {"": "cpu", **arguments.get("device_map", {}), **dict.fromkeys(elsewhere, "meta")}
+        if quantization and "gguf_file" in self.location:
+            # Which Transformers can read in full only: held whole once, in 16 bits, on the host.
+            arguments["state_dict"] = self._read({**arguments, **_IN_FULL_ON_HOST}, self.stored).state_dict()
         with _not_dispatched() if elsewhere else contextlib.nullcontext():
             model = self._read(arguments, self.stored)
+        # What was given its weights does not know from where, which its adapters note.
+        model.name_or_path = model.config.name_or_path = self.location["pretrained_model_name_or_path"]
         keep_unpacked(model)
         if getattr(model.config, "rescale_every", 0):
             # RWKV would divide its weights whenever it is evaluated, also in checkpoints, but not its adapters.
@@ -247,6 +253,11 @@ class ModelSource:
 
     def _read(self, arguments: dict[str, Any], stored: Any = None) -> PreTrainedModel:
         """The weights in the type that the arguments name, restored where the files hold few bits."""
+        if "state_dict" in arguments:
+            arguments = {key: value for key, value in arguments.items() if key != "gguf_file"}
+        elif "gguf_file" in arguments:
+            # Otherwise the weights keep a quantizer that refuses to train and to save.
+            arguments |= {"quantization_config": GgufConfig(dequantize=True)}
         with restoring(self.low_bits):
             model = _with_all_weights(self.recipe, arguments, stored)
         if self.low_bits:
@@ -286,8 +297,7 @@ class ModelSource:
         location = self.location
         if self.is_read_whole:
             # It is held whole once, and written as what is read in parts.
-            gguf = {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in location else {}
-            self._read({**location, **arguments, **gguf}).save_pretrained(folder / "whole")
+            self._read({**location, **arguments}).save_pretrained(folder / "whole")
             location = {"pretrained_model_name_or_path": str(folder / "whole")}
         arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder), **_only_safetensors(location)}
         model = _with_all_weights(self.recipe, {**location, **arguments})

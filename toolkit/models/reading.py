@@ -13,8 +13,10 @@ from transformers import AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file
 
 from toolkit.common import UserError, first_line, in_a_line, panicked
+from toolkit.models.heads import auto_class
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.config_limits import MARKED, has_mark
+from toolkit.recipe.module_names import lacking_weights
 from toolkit.recipe.rules.inputs import no_folder
 
 _log = logging.getLogger("toolkit.models")
@@ -49,12 +51,41 @@ def _is_pointer(file: Path) -> bool:
         return content.read(23) == b"version https://git-lfs"
 
 
+def require_weights(folder: Path, config: Any, objective: str) -> None:
+    """Refuses a folder without the weights that are read from it, before anything slow is done.
+
+    Raises:
+        UserError: It lacks them; says what to do where it has them in another form.
+    """
+    if lacking := lacking_weights(folder):
+        change = "download them, or set model.path to a folder that has them"
+        if any(folder.glob("pytorch_model*.bin")):
+            change = _from_pickles(str(folder), config, objective)
+        raise UserError(f"model.path: {folder} lacks {lacking}", change)
+
+
+def _from_pickles(path: str, config: Any, objective: str) -> str:
+    """What to do about weights that lie in pickles alone, as those of older models do.
+
+    Args:
+        path: A folder, which gets the other files, or an id of the hub.
+        config: Of the model.
+        objective: Of the recipe.
+    """
+    kind = next(iter(getattr(config, "architectures", None) or ()), auto_class(objective).__name__)
+    folder = path if Path(path).is_dir() else path.rpartition("/")[2]
+    load = f"M.from_pretrained({path!r}, dtype='auto')"
+    line = f"from transformers import {kind} as M; {load}.save_pretrained({folder!r})"
+    also = "" if folder == path else f", and set model.path={folder} and model.tokenizer={path}"
+    return f'pickles may run code, and are not read; convert them once: `python -c "{line}"`{also}'
+
+
 def read(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
     """What one of Transformers' classes reads from a recipe's model.
 
     Args:
         kind: The class, such as `AutoConfig`.
-        arguments: Of its `from_pretrained`, the place among them.
+        arguments: Of its `from_pretrained`, the place among them; with a `state_dict` nothing is read there.
 
     Raises:
         UserError: It cannot be read; names the key.
@@ -72,6 +103,9 @@ def read(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
     if arguments.get("trust_remote_code"):
         refuse_code_elsewhere(kind, path, arguments.get("revision"), key)
     try:
+        if "state_dict" in arguments:
+            # A class that has yet to find the model's own would look for it there.
+            return kind._model_mapping[type(arguments["config"])].from_pretrained(None, **arguments)
         return kind.from_pretrained(path, **arguments)
     except (UserError, torch.OutOfMemoryError):
         raise
@@ -91,6 +125,8 @@ def read(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
         change += f"Set {key} to a hub id, or a folder with {what}"
         if kind is AutoTokenizer and Path(path, "config.json").is_file():
             change = "set model.tokenizer to a hub id, or a folder with tokenizer.json, or put the model's own there"
+        if arguments.get("use_safetensors") and "model.safetensors" in str(error) and not Path(path).is_dir():
+            change = _from_pickles(path, arguments["config"], recipe.objective) + "; or take another model"
         if "trust_remote_code=True" in str(error) and not recipe.model.trust_remote_code:
             change = "set model.trust_remote_code=true, once you have read that code"
         said = first_line(error) if isinstance(error, OSError | ValueError) else in_a_line(error)

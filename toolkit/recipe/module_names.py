@@ -142,6 +142,19 @@ def tensor_files(folder: Path) -> list[Path]:
     return sorted(filter(Path.is_file, named or folder.glob("*.safetensors")))
 
 
+def lacking_weights(folder: Path) -> str:
+    """What a model's folder lacks of the files of safetensors that Transformers would read; empty if nothing."""
+    if (folder / _SINGLE).is_file():
+        return ""
+    named = sorted({name for name in _index(folder).values() if isinstance(name, str)})
+    gone = [name for name in named if not (folder / name).is_file()]
+    if gone:
+        return f"{len(gone)} of the {len(named)} files that {_SINGLE}.index.json names, such as {gone[0]}"
+    if (folder / f"{_SINGLE}.index.json").is_file():
+        return ""  # What is wrong with it is said when it is read.
+    return f"{_SINGLE}.index.json" if any(folder.glob("model-*.safetensors")) else _SINGLE
+
+
 def _index(folder: Path) -> dict[str, Any]:
     """Name of each tensor to its file; empty where there is no such index. What is wrong with one is said when it is
     read for the weights."""

@@ -110,6 +110,8 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
         held_out_rows=record.audit.eval.rows if record.audit and record.audit.eval else 0,
         base_on_hub=is_hub_id(base_model),
         gguf=f", gguf_file={gguf!r}" if gguf else "",
+        # Transformers looks for such a file in a folder.
+        gguf_path=recipe.method.name == "lora" and base_model.endswith(".gguf"),
         chat=_is_chat(folder, record, recipe),
         auto_class=_auto_class(folder, recipe),
         labels=record.audit.classes if record.audit else [],

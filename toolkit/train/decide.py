@@ -63,6 +63,7 @@ def decide(
     first = world.rank == 0
     layout, types = batch_layout(recipe, world.world_size), dtypes(recipe)
 
+    source.require_weights()
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
     require_plans(source.config, layout.expert)
     teacher = open_teacher(recipe)

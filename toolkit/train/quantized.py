@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoConfig, BitsAndBytesConfig, TorchAoConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -26,7 +26,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
-from toolkit.models import own_attention, packed_int4
+from toolkit.models import gguf_header, own_attention, packed_int4
 from toolkit.models.embedding import drop_pooler
 from toolkit.models.heads import auto_class, from_config
 from toolkit.models.load import ModelSource
@@ -234,7 +234,7 @@ class _Exporting:
             # Transformers makes fp32 of what a GGUF file holds. Where nothing was rounded it has to be the same model.
             self._settings["dtype"] = torch.float32
             saved = self._said(whole) if self._form == "gguf" else None
-            self._settings["gguf_file"] = gguf.FILE
+            self._settings |= {"gguf_file": gguf.FILE, "config": _config_of(folder / gguf.FILE)}
             return saved
         recipe, config = self._source.recipe, FORMATS[self._form].config
         kept = kept_whole(self._source.config, recipe.objective, recipe.model.trust_remote_code)
@@ -311,6 +311,13 @@ class _Exporting:
 
     def _said(self, folder: Path) -> Outputs:
         return self._probe.outputs(self._loaded(folder))
+
+
+def _config_of(file: Path) -> Any:
+    """The configuration that the header of a GGUF file states, as llama.cpp reads it."""
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    gguf_header.complete(config, file)
+    return config
 
 
 def _leave_out_loose(quantizer: Any) -> None:

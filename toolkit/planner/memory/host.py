@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from toolkit.distributed.engines import loads_on_device, loads_on_first_process
+from toolkit.distributed.engines import loads_on_device, loads_on_first_process, reads_gguf
 from toolkit.planner.memory.device import each_process, memory
 from toolkit.planner.memory.offload import offloaded, offloaded_activations
 from toolkit.planner.memory.states import states, weights, whole_model
@@ -153,10 +153,11 @@ def _loading(workload: Workload) -> float:
 
     They lie in 16 bits in files that are mapped into memory, once for all processes. GPUs convert to 32 bits what they
     read themselves; under ZeRO-3 and FSDP the first process does it on the host, or every one of them, and processes
-    that divide layers do with their parts.
+    that divide layers do with their parts. Every process takes a GGUF file apart in 16 bits before it is quantized.
     """
     recipe = workload.recipe
     alone = loads_on_first_process(recipe) or recipe.strategy.zero_stage == 3
     converts = WIDTH[workload.types.load] > 2 and not loads_on_device(recipe)
     readers = (1 if alone else workload.processes_per_node / workload.layout.tensor) if converts else 0
-    return workload.trace.whole().elements() * (2.0 + 4.0 * readers)
+    apart = workload.processes_per_node if reads_gguf(recipe) and recipe.method.quantization != "none" else 0
+    return workload.trace.whole().elements() * (2.0 + 4.0 * readers + 2.0 * apart)

@@ -196,14 +196,6 @@ METHOD_RULES = {
         "a quantized base is stored as method.quantization says",
         "remove model.dtype",
     ),
-    "quantized-gguf": Rule(
-        "method.quantization",
-        lambda r, _: (
-            r.method.quantization != "none" and (r.model.gguf_file is not None or r.model.path.endswith(".gguf"))
-        ),
-        "weights in a GGUF file are quantized already and cannot be quantized again",
-        "set method.quantization=none, or name the model's safetensors",
-    ),
     "quantized-experts": Rule(
         "method.quantization",
         lambda r, c: r.method.quantization == "int8" and c and model_configs.fused_experts(c),
