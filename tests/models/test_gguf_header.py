@@ -81,3 +81,26 @@ def test_widths_are_those_of_the_file(tmp_path: Path) -> None:
     wide = AutoConfig.for_model("qwen3")
     gguf_header.complete(wide, tmp_path / "m.gguf")
     assert wide.head_dim == 96
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "hidden", "heads", "head", "scale"),
+    [
+        ("gemma2", 26, 2304, 8, 256, 256),
+        ("gemma2", 46, 4608, 32, 128, 144),
+        ("gemma3_text", 34, 2560, 8, 256, 256),
+        ("gemma3_text", 62, 5376, 32, 128, 168),
+    ],
+)
+def test_queries_of_gemma_are_scaled_as_published(
+    kind: str, layers: int, hidden: int, heads: int, head: int, scale: int, tmp_path: Path
+) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", kind.removesuffix("_text"))
+    writer.add_key_length(head)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
+        write()
+    config = AutoConfig.for_model(kind, num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads)
+    gguf_header.complete(config, tmp_path / "m.gguf")
+    assert config.query_pre_attn_scalar == scale

@@ -112,6 +112,20 @@ def test_a_tokenizer_that_names_no_token_pads_all_the_same(tmp_path: Path) -> No
     assert ModelSource.open(recipe(f"model.path={folder}")).tokenizer().pad_token_id == 0
 
 
+def test_what_reads_a_tokenizer_of_sentencepiece_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers 5.23 falls back to another library, and asks for that."""
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    folder = shutil.copytree("llama", tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    (folder / "tokenizer.model").write_bytes(b"\x0a\x00")
+    with pytest.raises(UserError, match="pip install sentencepiece"):
+        ModelSource.open(recipe(f"model.path={folder}")).tokenizer()
+
+
 def test_gguf_file_of_the_hub_is_all_of_its_model(
     gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

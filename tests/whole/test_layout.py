@@ -14,7 +14,6 @@ ELSEWHERE = {
     "cli/option_types": "cli/test_commands",
     "cli/registry": "cli/test_commands",
     "cli/run_commands": "cli/test_commands",
-    "models/processor_files": "models/test_of_images",
     "run": "whole/test_packaging",
     "train/process": "train/test_main",
     "train/session": "train/test_main",

@@ -1,7 +1,7 @@
 """What Transformers leaves out of the header of a GGUF file, so that it would make another model of it.
 
-Transformers 5.23 passes over how positions are scaled, which Llama 3.1 and Gemma 3 are, and over some widths where they
-are not those of the first model of an architecture.
+Transformers 5.23 passes over how positions are scaled, which Llama 3.1 and Gemma 3 are, and takes some widths for those
+of the first model of an architecture.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.
 _LLAMA3_POSITIONS = 8192
 _FACTORS = "rope_freqs.weight"
 """By what llama.cpp divides each frequency; of a header that has it, it is all that says how Llama 3 scales them."""
+_GEMMAS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
+"""How many layers those have whose queries are scaled otherwise, which no header says: llama.cpp tells them by that."""
 
 
 def complete(config: Any, file: Path) -> None:
@@ -38,6 +40,9 @@ def complete(config: Any, file: Path) -> None:
     for key, name in _WIDTHS.items():
         if hasattr(config, name) and isinstance(stated.get(key), int):
             setattr(config, name, stated[key])
+    if layers := _GEMMAS_OF_27B.get(config.model_type):
+        wide = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = wide if config.num_hidden_layers == layers else config.head_dim
     if not (rope := getattr(config, "rope_parameters", None)):
         return
     # Of models that slide over rows in some layers, only the others are scaled.

@@ -240,8 +240,9 @@ class ModelSource:
             arguments["state_dict"] = self._read({**arguments, **_IN_FULL_ON_HOST}, self.stored).state_dict()
         with _not_dispatched() if elsewhere else contextlib.nullcontext():
             model = self._read(arguments, self.stored)
-        # What was given its weights does not know from where, which its adapters note.
-        model.name_or_path = model.config.name_or_path = self.location["pretrained_model_name_or_path"]
+        if "state_dict" in arguments:
+            # It does not know from where its weights are, which its adapters note.
+            model.name_or_path = model.config.name_or_path = self.location["pretrained_model_name_or_path"]
         keep_unpacked(model)
         if getattr(model.config, "rescale_every", 0):
             # RWKV would divide its weights whenever it is evaluated, also in checkpoints, but not its adapters.

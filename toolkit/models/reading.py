@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from pathlib import Path
@@ -125,6 +126,8 @@ def read(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
         change += f"Set {key} to a hub id, or a folder with {what}"
         if kind is AutoTokenizer and Path(path, "config.json").is_file():
             change = "set model.tokenizer to a hub id, or a folder with tokenizer.json, or put the model's own there"
+            if Path(path, "tokenizer.model").is_file() and not importlib.util.find_spec("sentencepiece"):
+                change = f"run `pip install sentencepiece`, which reads the tokenizer.model there; or {change}"
         if arguments.get("use_safetensors") and "model.safetensors" in str(error) and not Path(path).is_dir():
             change = _from_pickles(path, arguments["config"], recipe.objective) + "; or take another model"
         if "trust_remote_code=True" in str(error) and not recipe.model.trust_remote_code:

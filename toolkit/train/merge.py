@@ -32,10 +32,10 @@ from toolkit.models.adapters import cast_parameters, kept_in_fp32
 from toolkit.models.blockwise import Blockwise, Merged, blocks
 from toolkit.models.heads import from_config
 from toolkit.models.load import ModelSource
-from toolkit.models.processor_files import copy_processors
 from toolkit.models.sentence_files import write_modules
 from toolkit.models.special_tokens import take_tokens
 from toolkit.models.tiny import by_itself
+from toolkit.models.untouched_files import copy_untouched
 from toolkit.planner.hardware.detect import ram
 from toolkit.planner.workload import WIDTH
 from toolkit.recipe import Recipe
@@ -107,7 +107,7 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
         proof.update(_merge_into(folder, source, tokenizer, adapters, rows, work))
         shutil.rmtree(work, ignore_errors=True)
         tokenizer.save_pretrained(folder)
-        copy_processors(folder, source)
+        copy_untouched(folder, source)
         if source.recipe.embeds:
             write_modules(folder, source)
         write_json(folder / "merge_proof.json", proof)

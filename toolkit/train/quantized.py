@@ -30,9 +30,9 @@ from toolkit.models import gguf_header, own_attention, packed_int4
 from toolkit.models.embedding import drop_pooler
 from toolkit.models.heads import auto_class, from_config
 from toolkit.models.load import ModelSource
-from toolkit.models.processor_files import copy_processors
 from toolkit.models.sentence_files import write_modules
 from toolkit.models.tiny import by_itself
+from toolkit.models.untouched_files import copy_untouched
 from toolkit.models.weight_reads import kept_whole
 from toolkit.recipe import model_configs
 from toolkit.recipe.load import load_resolved
@@ -146,7 +146,7 @@ def export(run: Path, form: str, output: Path) -> str:
             merge([run], whole)
         saved = exporting.write(whole, folder)
         tokenizer.save_pretrained(folder)
-        copy_processors(folder, source)
+        copy_untouched(folder, source)
         if recipe.embeds:
             write_modules(folder, source)
         _free()

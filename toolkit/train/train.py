@@ -30,8 +30,8 @@ from toolkit.files import write_atomically, write_json
 from toolkit.models import device
 from toolkit.models.adapters import of_twice_the_rank
 from toolkit.models.load import ModelSource
-from toolkit.models.processor_files import copy_processors
 from toolkit.models.sentence_files import write_modules
+from toolkit.models.untouched_files import copy_untouched
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded
 from toolkit.recipe.model_configs import BUILTIN_MODELS
@@ -301,7 +301,7 @@ def _save_final(session: Session, callbacks: Callbacks, chosen: Chosen | None) -
         base = {"base_model_name_or_path": BUILTIN_MODELS.get(path, path), "revision": recipe.model.revision}
         write_json(file, config | base)
     else:
-        copy_processors(place, session.source)
+        copy_untouched(place, session.source)
     if recipe.embeds:
         write_modules(place, session.source)
     files = {name: content for name, content in contents(place).items() if name != "README.md"}
