@@ -388,7 +388,7 @@ def test_weights_are_read_to_the_device_unless_they_are_divided_first(
         maps.append(arguments)
         return SimpleNamespace(config=None)
 
-    monkeypatch.setattr(load_module, "_with_all_weights", read)
+    monkeypatch.setattr(load_module, "read_model", read)
     monkeypatch.setattr(load_module, "keep_unpacked", lambda model: None)
     source.load(dtypes(source.recipe), "eager")
     monkeypatch.setattr(device, "kind", lambda: "cuda")

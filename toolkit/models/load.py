@@ -38,19 +38,9 @@ from toolkit.distributed.engines import Dtypes, loads_on_device
 from toolkit.models import attention_kernels, device, experts, gguf_header, zero3_loading
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config
 from toolkit.models.blockwise import Weights
-from toolkit.models.embedding import drop_pooler
-from toolkit.models.heads import (
-    auto_class,
-    begin_head,
-    belongs_to_head,
-    called,
-    forget_drawn,
-    head_modules,
-    pin,
-    with_labels,
-)
+from toolkit.models.heads import auto_class, called, forget_drawn, pin, with_labels
 from toolkit.models.low_bit_files import finish_restoring, restoring, take_form
-from toolkit.models.reading import read, require_weights
+from toolkit.models.reading import read, read_model, require_weights
 from toolkit.models.sentence_files import POOLING, pooling_of
 from toolkit.models.tokenizer_limits import check_growth
 from toolkit.recipe import Recipe
@@ -260,7 +250,7 @@ class ModelSource:
             # Otherwise the weights keep a quantizer that refuses to train and to save.
             arguments |= {"quantization_config": GgufConfig(dequantize=True)}
         with restoring(self.low_bits):
-            model = _with_all_weights(self.recipe, arguments, stored)
+            model = read_model(self.recipe, arguments, stored)
         if self.low_bits:
             finish_restoring(model, arguments["dtype"])
         return model
@@ -301,7 +291,7 @@ class ModelSource:
             self._read({**location, **arguments}).save_pretrained(folder / "whole")
             location = {"pretrained_model_name_or_path": str(folder / "whole")}
         arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder), **_only_safetensors(location)}
-        model = _with_all_weights(self.recipe, {**location, **arguments})
+        model = read_model(self.recipe, {**location, **arguments})
         maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
         files = next(each.dataset for each in maps if each is not None)
         if self.recipe.headed:
@@ -375,47 +365,3 @@ def _locate(recipe: Recipe) -> dict[str, Any]:
 def _only_safetensors(location: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for weights: those of old models are pickles, which may run code when they are read."""
     return {} if "gguf_file" in location else {"use_safetensors": True}
-
-
-def _with_all_weights(recipe: Recipe, arguments: dict[str, Any], stored: Any = None) -> Any:
-    """A model that was read from files; Transformers draws at random what they lack, and passes over what they have
-    beyond it.
-
-    Args:
-        stored: See `ModelSource`.
-    """
-    arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with zero3_loading.loading():
-        model, found = read(auto_class(recipe.objective), recipe, arguments)
-    zero3_loading.forget_unused_names(model)
-    parameters = {name for name, _ in model.named_parameters()}
-    missing, other = sorted(parameters & found["missing_keys"]), sorted(found["mismatched_keys"], key=str)
-    unknown = sorted(found["unexpected_keys"])
-    if recipe.embeds:
-        drop_pooler(model)
-        missing = [name for name in missing if not name.startswith("pooler.")]
-    if recipe.headed:
-        heads = head_modules(model)
-        lacking = [name for name in (*missing, *(name for name, *_ in other)) if belongs_to_head(name, heads)]
-        begin_head(model, stored or model.config, lacking, recipe.seed)
-        missing = [name for name in missing if name not in lacking]
-        other = [each for each in other if each[0] not in lacking]
-        # The head for the vocabulary.
-        unknown = [name for name in unknown if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
-    change = f"set model.path to a model that is whole, or correct the config.json of {recipe.model.path}"
-    if missing:
-        what = f"{len(missing):,} of the model's {len(parameters):,} weights, such as {missing[0]}"
-        raise UserError(f"model.path: {recipe.model.path} lacks {what}", change)
-    if other:
-        name, stored, wanted = other[0]
-        sizes = f"is {_size(stored)}, which its config makes {_size(wanted)}"
-        also = f"; so are {len(other) - 1:,} others" if len(other) > 1 else ""
-        raise UserError(f"model.path: {name} of {recipe.model.path} {sizes}{also}", change)
-    if unknown:
-        what = f"{len(unknown):,} weights that this model has no place for, such as {unknown[0]}"
-        _log.warning("model.path: %s holds %s; they are left out", recipe.model.path, what)
-    return model
-
-
-def _size(shape: Sequence[int]) -> str:
-    return " x ".join(f"{size:,}" for size in shape) or "a number"

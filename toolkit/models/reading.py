@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from transformers import AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file
 
 from toolkit.common import UserError, first_line, in_a_line, panicked
-from toolkit.models.heads import auto_class
+from toolkit.models import zero3_loading
+from toolkit.models.embedding import drop_pooler
+from toolkit.models.heads import auto_class, begin_head, belongs_to_head, head_modules
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.config_limits import MARKED, has_mark
 from toolkit.recipe.module_names import lacking_weights
@@ -138,3 +141,51 @@ def read(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
             what = "is neither a folder here nor in the hub's cache"
             change += f"; `hf download {path}` fills the cache where there is a network"
         raise UserError(f"{key}: {Path(path, arguments.get('gguf_file', ''))} {what}", change) from error
+
+
+def read_model(recipe: Recipe, arguments: dict[str, Any], stored: Any = None) -> Any:
+    """A model that was read from files; Transformers draws at random what they lack, and passes over what they have
+    beyond it.
+
+    Args:
+        arguments: Of its `from_pretrained`, the place among them.
+        stored: The config that its files were saved with, if that is another.
+
+    Raises:
+        UserError: It cannot be read, lacks weights, or has some of other sizes.
+    """
+    arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with zero3_loading.loading():
+        model, found = read(auto_class(recipe.objective), recipe, arguments)
+    zero3_loading.forget_unused_names(model)
+    parameters = {name for name, _ in model.named_parameters()}
+    missing, other = sorted(parameters & found["missing_keys"]), sorted(found["mismatched_keys"], key=str)
+    unknown = sorted(found["unexpected_keys"])
+    if recipe.embeds:
+        drop_pooler(model)
+        missing = [name for name in missing if not name.startswith("pooler.")]
+    if recipe.headed:
+        heads = head_modules(model)
+        lacking = [name for name in (*missing, *(name for name, *_ in other)) if belongs_to_head(name, heads)]
+        begin_head(model, stored or model.config, lacking, recipe.seed)
+        missing = [name for name in missing if name not in lacking]
+        other = [each for each in other if each[0] not in lacking]
+        # The head for the vocabulary.
+        unknown = [name for name in unknown if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
+    change = f"set model.path to a model that is whole, or correct the config.json of {recipe.model.path}"
+    if missing:
+        what = f"{len(missing):,} of the model's {len(parameters):,} weights, such as {missing[0]}"
+        raise UserError(f"model.path: {recipe.model.path} lacks {what}", change)
+    if other:
+        name, stored, wanted = other[0]
+        sizes = f"is {_size(stored)}, which its config makes {_size(wanted)}"
+        also = f"; so are {len(other) - 1:,} others" if len(other) > 1 else ""
+        raise UserError(f"model.path: {name} of {recipe.model.path} {sizes}{also}", change)
+    if unknown:
+        what = f"{len(unknown):,} weights that this model has no place for, such as {unknown[0]}"
+        _log.warning("model.path: %s holds %s; they are left out", recipe.model.path, what)
+    return model
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " x ".join(f"{size:,}" for size in shape) or "a number"
