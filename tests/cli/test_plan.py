@@ -181,7 +181,7 @@ def test_recipes_are_compared_by_name(capsys: pytest.CaptureFixture[str], place:
         (["recipe=smollm2_135m_lora", "hardware=h200", "model=qwen3_9b"], 2, "did you mean `qwen3_8b`"),
         (["recipe=smollm2_135m_lora", "hardware=h200", "model.path=Qwen/Qwen3-9B"], 1, "Qwen/Qwen3-8B"),
         (["recipe=smollm2_135m_lora", "hardware=h200", "--sweep", "seq_lenn=1,2"], 2, "did you mean `batch.seq_len`"),
-        (["recipe=smollm2_135m_lora", "--sweep", "hardware=h200,h20"], 1, "recipes/_hardware.yaml"),
+        (["recipe=smollm2_135m_lora", "--sweep", "hardware=h200,h21"], 1, "recipes/_hardware.yaml"),
         (["recipe=smollm2_135m_lora", "--compare", "strategy=fsdp"], 1, "--compare names no recipe"),
         (["recipe=smollm2_135m_lora", "hardware=h200x8", "global_batch_size=12"], 1, "global_batch_size=8 or 16"),
         (["recipe=smollm2_135m_lora", "hardware=cpux2", "strategy=zero2"], 1, "set strategy=ddp"),
