@@ -22,6 +22,8 @@ from filelock import FileLock, Timeout
 
 from toolkit.files import write_atomically
 
+LOCK = ".lock"
+"""The file in a run folder that the process which trains there has locked, however it ends."""
 _log = logging.getLogger("toolkit")
 
 

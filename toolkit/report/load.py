@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from toolkit.cache import is_held
+from toolkit.cache import LOCK, is_held
 from toolkit.common import Partial
 from toolkit.data.audit import Audit
 from toolkit.data.rows import Sample
@@ -27,7 +27,6 @@ from toolkit.report import evaluation, held_out_rows
 from toolkit.report.held_out_rows import Estimate, HeldOutRows, RowLosses
 
 Read = TypeVar("Read", bound=BaseModel)
-LOCK = ".lock"  # Held by the process that trains in a run folder, however it ends.
 
 
 class Gpu(BaseModel):

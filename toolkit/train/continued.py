@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from toolkit.cache import LOCK
 from toolkit.recipe import Loaded, files
 from toolkit.recipe.precisions import PRECISIONS
-from toolkit.report.load import LOCK
 
 MANIFEST = "manifest.json"
 RESERVED = ".reserved"

@@ -29,14 +29,14 @@ import yaml
 from filelock import Timeout
 from pydantic import TypeAdapter
 
-from toolkit.cache import locked
+from toolkit.cache import LOCK, locked
 from toolkit.common import UserError
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.files import set_aside, write_json
 from toolkit.recipe import Loaded, Recipe, files
 from toolkit.recipe.teaching import of_teacher
-from toolkit.report.load import LOCK, Manifest, read_manifest
+from toolkit.report.load import Manifest, read_manifest
 from toolkit.seal import damage
 from toolkit.train import checkpoint
 from toolkit.train.continued import MANIFEST, RESERVED, used
