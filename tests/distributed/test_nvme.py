@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -120,13 +121,18 @@ def test_without_nvme_there_is_no_folder_and_who_is_not_first_leaves_it_alone(
     assert folder.is_dir(), "its launcher's first process removes it"
 
 
-@pytest.mark.matrix
-def test_parameters_and_optimizer_lie_on_the_drive_and_losses_are_the_same(place: Path, ranks: Ranks) -> None:
+def compiled_or_skip() -> None:
+    """DeepSpeed's `async_io`: compiled once, in minutes on busy cores, which is not a training's time."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible():
         pytest.skip("DeepSpeed's async_io does not compile here: libaio's headers or a C++ compiler are missing")
-    nvme._load_op()  # Compiled once, in minutes on busy cores, which is not the training's time.
+    nvme._load_op()
+
+
+@pytest.mark.matrix
+def test_parameters_and_optimizer_lie_on_the_drive_and_losses_are_the_same(place: Path, ranks: Ranks) -> None:
+    compiled_or_skip()
     plain = ranks.run(place, "recipe=small", "output.name=plain")
     assert plain.returncode == 0, plain.stderr[-2000:]
     largest: dict[str, int] = {}
@@ -153,3 +159,25 @@ def test_parameters_and_optimizer_lie_on_the_drive_and_losses_are_the_same(place
             assert sum(written) > 2**20, f"{kind} of {rank}: {largest}"
     assert losses(place / "runs" / "nvme") == pytest.approx(losses(place / "runs" / "plain"), rel=1e-6)
     assert not any((place / "drive").iterdir()), "nothing is left on the drive"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("method", "parameters"), [("full", "nvme"), ("full", "none"), ("lora", "none")])
+def test_a_training_goes_on_with_what_lay_on_the_drive(method: str, parameters: str, place: Path, ranks: Ranks) -> None:
+    """Masters, moments and the count of steps; also of groups too small for the drive, such as norms and adapters."""
+    compiled_or_skip()
+    own = ["recipe=small", "max_steps=5", f"method={method}", *NVME, "strategy.nvme_path=drive"]
+    own += [
+        f"strategy.offload_param={parameters}",
+        "schedule.name=constant",
+        "optimizer.learning_rate=1e-3",
+        "checkpoint.save_steps=2",
+    ]
+    straight = ranks.run(place, *own, "output.name=straight", processes=2, entry=ON_CPU)
+    assert straight.codes == [0, 0], straight.stderr[-3000:]
+    killed = ranks.run(place, *own, "output.name=killed", processes=2, entry="faults", FAULTS="4 all kill")
+    assert killed.codes == [-signal.SIGKILL] * 2
+    done = ranks.run(place, *own, "output.name=killed", processes=2, entry=ON_CPU)
+    assert done.codes == [0, 0], done.stderr[-3000:]
+    assert losses(place / "runs" / "killed") == losses(place / "runs" / "straight")
+    assert not any((place / "drive").iterdir()), "what the killed one left is gone"

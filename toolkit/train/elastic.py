@@ -27,6 +27,7 @@ from toolkit.models.parts import is_part, part_of, whole_shape
 from toolkit.models.pipeline import chain, draw_apart
 from toolkit.train.saved_state import MASTER, SavedState, equal_parts
 from toolkit.train.stage_files import whole_groups
+from toolkit.train.swapped_state import restore_swapped
 
 
 class Continues:
@@ -56,6 +57,9 @@ class Continues:
         prepared = super()._prepare_for_training(max_steps, loader, own)  # type: ignore[misc]
         if self.converts and resume_from:
             restore(self, Path(resume_from))
+        elif resume_from and self.is_deepspeed_enabled:  # type: ignore[attr-defined]
+            engine = self.model_wrapped  # type: ignore[attr-defined]
+            restore_swapped(engine.optimizer, Path(resume_from), engine.global_rank)
         if resume_from:
             follow(self.lr_scheduler)  # type: ignore[attr-defined]
         return prepared

@@ -66,7 +66,7 @@ class SavedState:
         else:
             self._add_whole(list(sizes))
         with contextlib.suppress(FileNotFoundError):
-            self.loss_scale = float(_load(checkpoint / "scaler.pt")["scale"])
+            self.loss_scale = float(load_saved(checkpoint / "scaler.pt")["scale"])
         trained = set[str]().union(*(names for names, _ in self._groups))
         saved = {name: sum(count for _, count, _ in self._ranges[name][MASTER]) for name in trained}
         if differing := [name for name in {**saved, **sizes} if saved.get(name) != sizes.get(name)]:
@@ -152,12 +152,13 @@ class SavedState:
         seen: dict[str, int] = defaultdict(int)
         numbered: dict[int, set[str]] = defaultdict(set)
         for rank, file in enumerate(files):
-            saved = _load(file)["optimizer_state_dict"]
+            saved = load_saved(file)["optimizer_state_dict"]
             stage3 = "fp32_flat_groups" in saved
             masters = saved["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"]
             optimizer = saved["optimizer_state_dict" if stage3 else "base_optimizer_state"]
             if stage3:
-                shapes = shapes or _load(next(file.parent.glob("*zero_pp_rank_0_*_model_states.pt")))["param_shapes"]
+                of_model = next(file.parent.glob("*zero_pp_rank_0_*_model_states.pt"))
+                shapes = shapes or load_saved(of_model)["param_shapes"]
                 parts = [list(equal_parts(group, rank, len(files))) for group in shapes]
             else:
                 parts = [[(name, seen[name], each.start, each.numel) for name, each in group.items()]
@@ -197,11 +198,11 @@ class SavedState:
         """What one process wrote: of itself, under DDP or of FSDP's shards."""
         full = self._checkpoint / "pytorch_model_fsdp.bin"
         if full.is_file():
-            optimizer = _load(self._checkpoint / "optimizer.bin")
+            optimizer = load_saved(self._checkpoint / "optimizer.bin")
             named = {name: name for group in optimizer["param_groups"] for name in group["params"]}
-            weights = {name: _whole(value) for name, value in _load(full).items()}
+            weights = {name: _whole(value) for name, value in load_saved(full).items()}
         else:
-            optimizer = _load(self._checkpoint / "optimizer.pt")
+            optimizer = load_saved(self._checkpoint / "optimizer.pt")
             # Where there are more of one than of the other, they are not the same parameters.
             numbers = itertools.chain.from_iterable(group["params"] for group in optimizer["param_groups"])
             named = dict(itertools.zip_longest(numbers, order, fillvalue=""))
@@ -225,7 +226,7 @@ def lacks_state(checkpoint: Path) -> bool:
         named = [name for section, _, kind, pieces in saved if (section, kind) == ("param_groups", "params")
                  for name in pieces[0][2]()]  # fmt: skip
     else:
-        optimizer = _load(checkpoint / "optimizer.bin")
+        optimizer = load_saved(checkpoint / "optimizer.bin")
         held, named = {*optimizer["state"]}, [name for group in optimizer["param_groups"] for name in group["params"]]
     return bool(held) and not held.issuperset(named)
 
@@ -306,7 +307,7 @@ def _read_stored(file: Path, offset: int, length: int) -> Any:
     return value.reshape(-1) if torch.is_tensor(value) and value.ndim else value
 
 
-def _load(file: Path) -> Any:
+def load_saved(file: Path) -> Any:
     """A file of torch's, mapped into memory. It may name plain data and what DeepSpeed adds to that, nothing else."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
