@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pyarrow as pa
 import pytest
 from data_fixtures import chatml_tokenizer, plain_tokenizer, write_jsonl
 from datasets import Dataset
 
-from toolkit.common import UserError
+from toolkit.common import UserError, in_background
 from toolkit.data.encode import Encoder
 from toolkit.data.row_table import collect
 from toolkit.data.rows import (
@@ -28,6 +33,7 @@ from toolkit.data.rows import (
     Text,
     Tokens,
     from_json,
+    to_json,
 )
 from toolkit.data.sources import open_source
 from toolkit.data.task import Task, is_empty
@@ -264,3 +270,47 @@ def test_many_rows_are_tokenised_by_as_many_processes_as_may_run(
     rows.__len__.return_value = count
     tokenise(rows, Chunker(Encoder(plain_tokenizer(), "auto", frozenset()), 10, "error"), asked, Path("tokens.arrow"))
     assert rows.map.call_args.kwargs["num_proc"] == processes
+
+
+def tokenise_slowly(folder: Path) -> None:
+    """On two processes, for minutes; each leaves a file with its number."""
+
+    class Slow(Chunker):
+        def __call__(self, rows: Any) -> Any:
+            (folder / f"{os.getpid()}.worker").touch()
+            time.sleep(300)
+
+    (folder / f"{os.getpid()}.parent").touch()
+    rows = Dataset.from_dict({"row": [to_json(Text("some"))] * 4, "where": ["here"] * 4})
+    tokenise(rows, Slow(Encoder(plain_tokenizer(), "auto", frozenset()), 10, "error"), 2, folder / "tokens.arrow")
+
+
+def started(folder: Path) -> list[psutil.Process]:
+    """What tokenises in a folder, once two processes do, and all that they have started."""
+    end = time.monotonic() + 60
+    while len(list(folder.glob("*.worker"))) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    (parent,) = (psutil.Process(int(file.stem)) for file in folder.glob("*.parent"))
+    return parent.children(recursive=True)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="others are not told of a parent's death")
+def test_processes_that_tokenise_end_with_one_that_is_killed(tmp_path: Path) -> None:
+    parent = multiprocessing.get_context("fork").Process(target=tokenise_slowly, args=(tmp_path,))
+    parent.start()
+    children = started(tmp_path)
+    parent.kill()
+    parent.join()
+    assert len(children) >= 2 and not psutil.wait_procs(children, timeout=10)[1]
+
+
+def test_ctrl_c_is_not_hidden_by_results_that_have_not_come(tmp_path: Path) -> None:
+    def press() -> None:
+        started(tmp_path)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressed = in_background(press)
+    with pytest.raises(KeyboardInterrupt):
+        tokenise_slowly(tmp_path)
+    pressed.result()

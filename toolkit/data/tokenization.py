@@ -7,10 +7,11 @@ text that is concatenated and cut fills sequences completely, but trains on answ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from toolkit.data.rows import (
     sides,
     to_json,
 )
+from toolkit.own_process import end_with_parent
 
 _Encoded = TypeVar("_Encoded")
 LARGE = 10_000
@@ -252,22 +254,47 @@ def tokenise(rows: Dataset, chunker: Chunker, num_proc: int | None, path: Path) 
     num_proc = min(num_proc or (1 if len(rows) < LARGE else cores), len(rows))
     if len(rows) >= LARGE and sys.stderr.isatty():
         datasets.enable_progress_bars()
-    tokens = rows.map(
-        partial(_encode_batch, chunker),
-        with_indices=True,
-        batched=True,
-        batch_size=max(1, min(1000, _TOGETHER * len(rows.data) // max(rows.data.nbytes, 1))),
-        remove_columns=rows.column_names,
-        features=TOKENS_FEATURES,
-        num_proc=num_proc if num_proc > 1 else None,
-        cache_file_name=str(path),
-        load_from_cache_file=False,
-        # Hashing the tokenizer for a fingerprint of its own would take longer than it is worth.
-        new_fingerprint=xxhash.xxh3_64_hexdigest(str(path).encode()),
-        desc="Tokenising",
-    )
+    with _stopped_at_once():
+        tokens = rows.map(
+            partial(_encode_batch, chunker),
+            with_indices=True,
+            batched=True,
+            batch_size=max(1, min(1000, _TOGETHER * len(rows.data) // max(rows.data.nbytes, 1))),
+            remove_columns=rows.column_names,
+            features=TOKENS_FEATURES,
+            num_proc=num_proc if num_proc > 1 else None,
+            cache_file_name=str(path),
+            load_from_cache_file=False,
+            # Hashing the tokenizer for a fingerprint of its own would take longer than it is worth.
+            new_fingerprint=xxhash.xxh3_64_hexdigest(str(path).encode()),
+            desc="Tokenising",
+        )
     datasets.disable_progress_bars()
     return tokens
+
+
+@contextlib.contextmanager
+def _stopped_at_once() -> Iterator[None]:
+    """Has Ctrl-C and SIGTERM end what several processes do as they end everything, for which the pool would raise that
+    its results have not come. Where this process is killed, they end too, and do not wait for it for ever."""
+    global _forks
+    _forks = True
+    try:
+        yield
+    except Exception as error:
+        before = error.__context__
+        while before and not isinstance(before, KeyboardInterrupt):
+            before = before.__context__
+        if before:
+            raise before from None
+        raise
+    finally:
+        _forks = False
+
+
+_forks = False
+"""Whether what is forked now belongs to a pool."""
+os.register_at_fork(after_in_child=lambda: end_with_parent() if _forks else None)
 
 
 def _encode_batch(chunker: Chunker, batch: dict[str, list[Any]], positions: list[int]) -> dict[str, list[Any]]:
