@@ -230,7 +230,6 @@ def test_copy_of_a_copy_in_a_sub_folder() -> None:
         (["generate", "nowhere"], 1, "there is no folder"),
         (["compare", "nowhere", "there"], 1, "there is no folder nowhere"),
         (["merge", "nowhere"], 1, "there is no folder"),
-        (["schema", "--output", "nowhere/schema.json"], 1, "nowhere/schema.json"),
     ],
 )
 def test_wrong_use_is_one_message(
