@@ -204,6 +204,7 @@ def test_sigterm_where_nothing_is_left_to_be_saved_is_told(
 
 
 def test_sigterm_ends_what_a_training_has_forked_as_usual() -> None:
+    before = signal.getsignal(signal.SIGTERM)
     with told_to_stop():
         if not (child := os.fork()):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -211,4 +212,4 @@ def test_sigterm_ends_what_a_training_has_forked_as_usual() -> None:
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
         with pytest.raises(Terminated):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
