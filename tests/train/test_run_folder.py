@@ -232,9 +232,10 @@ def test_nobody_waits_until_the_model_is_hashed(place: Path, monkeypatch: pytest
 
     load, weights = ModelSource.load, place / "llama" / "model.safetensors"
     weights.rename(place / "not downloaded yet")
+    weights.touch()  # A folder without weights is refused before.
 
     def downloading(source: ModelSource, *arguments: Any) -> Any:
-        (place / "not downloaded yet").rename(weights)
+        (place / "not downloaded yet").replace(weights)
         return load(source, *arguments)
 
     monkeypatch.setattr(loading, "hash_files", slowly)
