@@ -113,6 +113,21 @@ def test_results_of_tools_stand_before_what_the_user_says(messages: list[dict[st
     assert said[2]["tool_call_id"] == "t1"
 
 
+def test_nothing_of_a_result_is_lost() -> None:
+    part = {"type": "tool_result", "tool_use_id": "t1", "content": "no", "is_error": True}
+    (said,) = read([{"role": "user", "content": [part], "train": True}])
+    assert said == {"role": "tool", "content": "no", "tool_call_id": "t1", "is_error": True, "train": True}
+    image = {"type": "image", "source": {"type": "base64", "data": "x"}}
+    with pytest.raises(UserError, match="pictures, sound or film"):
+        read([{"role": "user", "content": [part | {"content": [image]}]}])
+    result = {"toolResult": {"toolUseId": "t1", "content": [{"json": {"n": 1}}]}}
+    (said,) = read([{"role": "user", "content": [result]}])
+    assert said["content"] == '{"n": 1}'
+    # Between an assistant's own words it cannot stand before them.
+    with pytest.raises(UserError, match="content of another kind than text, 'tool_result'"):
+        read([{"role": "assistant", "content": [{"type": "text", "text": "a"}, part]}])
+
+
 def test_tools_of_anthropic_have_parameters() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     (tool,) = read_tools([{"name": "get", "description": "d", "input_schema": schema}], "x") or []

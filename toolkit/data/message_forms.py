@@ -85,19 +85,19 @@ def _said(each: Message, where: str) -> Iterator[Message]:
 
 
 def _with_results_apart(message: Any) -> Iterator[Any]:
-    """A message, before which the results of tools in it stand as messages of their own."""
+    """A message, before which the results of tools in it stand as messages of their own, with its other fields. What an
+    assistant has among its own words stays there."""
     name = next((name for name in ("content", "parts") if isinstance(message, dict) and name in message), "")
     parts = message[name] if name else None
-    if not isinstance(parts, list):
+    results = [part for part in parts if _is_result(part)] if isinstance(parts, list) else []
+    if not results or message.get("role") in ("assistant", "model"):
         yield message
         return
-    results = [part for part in parts if _is_result(part)]
+    others = {key: value for key, value in message.items() if key not in (name, "role", "from")}
     for part in results:
-        yield _result(part)
-    if rest := [part for part in parts if part not in results]:
-        yield {**message, name: rest} if results else message
-    elif not results:
-        yield message
+        yield others | _result(part)
+    if rest := [part for part in parts or [] if not _is_result(part)]:
+        yield {**message, name: rest}
 
 
 def _is_result(part: Any) -> bool:
@@ -105,15 +105,19 @@ def _is_result(part: Any) -> bool:
 
 
 def _result(part: dict[str, Any]) -> Message:
-    """The message of a tool whose result stands in a part, as text."""
+    """The message of a tool whose result stands in a part: objects as JSON, and parts to be read as those of others."""
     held = next((part[name] for name in _RESULTS[1:] if isinstance(part.get(name), dict)), part)
-    said = held.get("content", held.get("response", ""))
-    texts = [each.get("text", each.get("json")) for each in said] if _are_parts(said) else [said]
-    text = "\n".join(each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in texts)
-    number = held.get("tool_use_id") or held.get("toolUseId") or held.get("id")
-    about = {"tool_call_id": number, "name": held.get("name")}
-    return {"role": "tool", "content": text} | {key: value for key, value in about.items() if value}
+    names = {"response": "content", "tool_use_id": "tool_call_id", "toolUseId": "tool_call_id", "id": "tool_call_id"}
+    message = {names.get(key, key): value for key, value in held.items() if key != "type"}
+    said = message.get("content") or ""
+    if isinstance(said, list):
+        said = [{"type": "text", "text": _as_text(each["json"])} if _is_json(each) else each for each in said]
+    return message | {"role": "tool", "content": said if isinstance(said, str | list) else _as_text(said)}
 
 
-def _are_parts(said: Any) -> bool:
-    return isinstance(said, list) and all(isinstance(each, dict) and {"text", "json"} & each.keys() for each in said)
+def _is_json(part: Any) -> bool:
+    return isinstance(part, dict) and "json" in part
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
