@@ -179,16 +179,51 @@ def test_thoughts_within_the_last_answer_are_not_cut_off(begin: str, end: str) -
             made.refuse_lost_content()
 
 
-def test_a_template_for_parts_alone_writes_nothing_of_texts() -> None:
-    """Nor does it take a message that says nothing, whose text is therefore no proof that something was written."""
+@pytest.mark.parametrize(
+    "part", ["line in m.content if line.type == 'text'", "line in m.content|selectattr('type', 'eq', 'text')"]
+)
+def test_a_template_for_parts_alone_is_given_parts(part: str) -> None:
+    """Of models that see many have one; some do not take a message that says nothing."""
     tokenizer = plain_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}{{ ':' if m.content[0] == 'image' }} "
-        "{% for line in m.content if line.type == 'text' %}{{ line.text }}{% endfor %};{% endfor %}"
-    ).replace("m.content[0]", "m.content[0]['type']")
-    made = Conversation(tokenizer, [HI, {"role": "assistant", "content": "I am a user"}], None)
-    with pytest.raises(UserError, match="leaves out the text of message 1"):
-        made.refuse_lost_content()
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}{{ ':' if m.content[0]['type'] == 'image' }} "
+        f"{{% for {part} %}}{{{{ line.text }}}}{{% endfor %}};{{% endfor %}}"
+    )
+    said = {"role": "assistant", "content": "I am a user"}
+    made = Conversation(tokenizer, [HI, said, WHY, said], None)
+    made.refuse_lost_content()
+    made.ensure_turns([1, 3])
+    text = f"user {HI['content']};assistant I am a user;user {WHY['content']};assistant I am a user;"
+    assert made.text.endswith(text) and made.messages[1]["content"] == "I am a user"
+    for turn in (1, 3):
+        assert "".join(made.text[a:b] for a, b in made.turns[turn]) == "assistant I am a user;"
+    spans = made.locate_parts(3, {"content": [[5, 11]]})
+    assert [made.text[a:b] for a, b in spans] == ["a user;"]
+
+
+def test_who_speaks_in_parts_is_asked_of_each() -> None:
+    tokenizer = plain_tokenizer()
+    loop = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' or m.role == 'tool' %}" + loop + ";"
+        "{% else %}{{ m.content }}|{% endif %}{% endfor %}"
+    )
+    system, result = {"role": "system", "content": "Be kind"}, {"role": "tool", "content": "4"}
+    made = Conversation(tokenizer, [system, HI, HELLO, result, HELLO], None)
+    assert made.text == f"Be kind|{HI['content']};{HELLO['content']}|4;{HELLO['content']}|"
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + (
+        "{% for m in messages %}" + loop + ";{% endfor %}"
+    )
+    assert Conversation(tokenizer, [HI, HELLO], None).text == f"{HI['content']};{HELLO['content']};"
+
+
+def test_a_template_that_takes_both_is_given_texts_as_they_are() -> None:
+    tokenizer = plain_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }};"
+        "{% else %}{% for line in m.content %}[{{ line.text }}]{% endfor %}{% endif %}{% endfor %}"
+    )
+    assert Conversation(tokenizer, [HI, HELLO], None).text == f"{HI['content']};{HELLO['content']};"
 
 
 @pytest.mark.parametrize("field", FOR_TEMPLATES)

@@ -379,10 +379,10 @@ def test_a_template_that_leaves_out_what_the_assistant_says_is_refused() -> None
     silent = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     with pytest.raises(UserError, match=r"leaves out the tool calls of message 1[\s\S]*model\.chat_template"):
         encoder_for(silent)(Chat([MORE, CALL, RESULT, HELLO], TOOLS))
-    part = "{% for p in m.content if p.text is defined %}{{ p.text }}{% endfor %}"
-    parts_only = f"{{% for m in messages %}}{{{{ m.role }}}}:{part}{{% endfor %}}"
+    part = "{% for p in m.content if p.words is defined %}{{ p.words }}{% endfor %}"
+    parts_of_its_own = f"{{% for m in messages %}}{{{{ m.role }}}}:{part}{{% endfor %}}"
     with pytest.raises(UserError, match=r"leaves out the text of message 1"):
-        encoder_for(parts_only, "all")(Chat([USER, HELLO]))
+        encoder_for(parts_of_its_own, "all")(Chat([USER, HELLO]))
 
 
 def test_what_a_template_refuses_is_a_user_error() -> None:

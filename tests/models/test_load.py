@@ -23,6 +23,7 @@ from tiny import tiny_gguf, tiny_model
 from transformers import LlamaConfig
 
 from toolkit.common import UserError, printable
+from toolkit.data.chat_template import OF_PROCESSORS
 from toolkit.distributed.engines import dtypes
 from toolkit.models import device
 from toolkit.models import load as load_module
@@ -341,6 +342,22 @@ def test_a_byte_order_mark_is_no_part_of_a_models_template(place: Path) -> None:
     tokenizer = ModelSource.open(recipe("model.path=marked")).tokenizer()
     said = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(said, tokenize=False) == "hi"
+
+
+@pytest.mark.parametrize("name", OF_PROCESSORS)
+def test_a_template_that_stands_with_the_processor_is_the_models(place: Path, name: str) -> None:
+    shutil.copytree(place / "llama", folder := place / Path(name).stem)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    written = json.loads((folder / "tokenizer_config.json").read_text())
+    written.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(written))
+    assert not ModelSource.open(recipe(f"model.path={folder.name}")).tokenizer().chat_template
+    (folder / name).write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    for given in (f"model.path={folder.name}", f"model.tokenizer={folder.name}"):
+        assert ModelSource.open(recipe(given)).tokenizer().chat_template == "{{ messages[0].content }}"
+    (folder / name).write_text("{")
+    with pytest.raises(UserError, match=f"{name} is not JSON"):
+        ModelSource.open(recipe(f"model.path={folder.name}")).tokenizer()
 
 
 def test_padding_that_the_model_has_no_embedding_for_is_refused(place: Path) -> None:

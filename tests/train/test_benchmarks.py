@@ -84,6 +84,23 @@ def test_accuracy_is_that_of_the_runs_own_model_with_its_template(
     assert score.after.low is not None and score.change and score.change.low is not None
 
 
+def test_prompts_are_what_the_template_writes_of_parts_with_the_recipes_settings(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tasks(place / "tasks", "says", "other")
+    (place / "parts.jinja").write_text(
+        "{{ mood }}:{% for m in messages %}{% for p in m.content if p.type == 'text' %}{{ p.text }}{{ eos_token }}"
+        "{% endfor %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    settings = ["model.chat_template=parts.jinja", "data.chat_template_kwargs={mood: calm}"]
+    run, found = trained("in_parts", *LORA, *settings), []
+    ask = benchmarks._found
+    monkeypatch.setattr(benchmarks, "_found", lambda *a, **k: found.append(ask(*a, **k)) or found[-1])  # type: ignore[func-returns-value]
+    assert cli(["evaluate", str(run), "tasks=says", "include_path=tasks", "limit=1", "before=false"]) == 0
+    prompts = [sample["arguments"][0][0] for sample in found[0]["samples"]["says"]]
+    assert prompts == [f"calm:What does upper do?{load_trained(run)[2].eos_token}>"]
+
+
 def test_examples_groups_and_plain_prompts_are_noted_beside_what_was_found_before(place: Path) -> None:
     write_tasks(place / "tasks", "says", "other")
     run = trained("kept", *LORA, "data.eval_split=0.2")

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
 
 from toolkit.common import UserError
-from toolkit.data.chat_template import TEMPLATE_ERRORS, in_time, variables, writes_straight
+from toolkit.data.chat_template import TEMPLATE_ERRORS, in_time, part_roles, text_part, variables, writes_straight
 from toolkit.data.columns import EMPTY
 from toolkit.data.labelling import Span
 from toolkit.data.messages import FOR_TEMPLATES
@@ -86,7 +86,7 @@ class Conversation:
     def _marked(self, source: str) -> str:
         """The text with markers in it; empty where the template refuses the conversation."""
         present = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
-        markers = _Markers(_alias_reasoning_fields(present))
+        markers = _Markers(_alias_reasoning_fields(as_read(source, present)))
         arguments: dict[str, Any] = {**self.tokenizer.special_tokens_map, "tools": self.tools, "documents": None}
         arguments |= {"add_generation_prompt": False, **self.settings}
         try:
@@ -261,8 +261,20 @@ def render(
         jinja2.TemplateError: If the template refuses the conversation.
     """
     options = {**(settings or {}), "tokenize": False, "add_generation_prompt": prompt}
+    messages = as_read(tokenizer.get_chat_template(tools=tools), messages)
     with in_time():
         return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
+
+
+def as_read(source: str, messages: list[Message]) -> list[Message]:
+    """The messages with their text in the form that this template reads: as it is, or as a part of the content."""
+    if not (roles := part_roles(source)):
+        return messages
+    in_parts = [m["role"] in roles or (m["role"] == "tool" and "user" in roles) for m in messages]
+    return [
+        m | {"content": [text_part(m["content"])]} if parts and isinstance(m.get("content"), str) else m
+        for m, parts in zip(messages, in_parts, strict=True)
+    ]
 
 
 def render_accepted(

@@ -1,13 +1,15 @@
-"""Chat templates: where they are, and what one shows by its syntax tree, of every conversation at once.
+"""Chat templates: where they are, and what one shows of every conversation at once, mostly by its syntax tree.
 
 That is what it reads, what it writes before every answer, and whether it could see marks in what its loops write.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -24,12 +26,15 @@ from toolkit.data import template_limits as template_limits
 from toolkit.recipe.time_limit import TimeLimit
 
 _BUILT_IN = {path.stem: path for path in (Path(__file__).parent / "chat_templates").glob("*.jinja")}
+OF_PROCESSORS = ("chat_template.json", "processor_config.json")
+"""Files in which processors of images keep a template that Transformers' tokenizers do not look for."""
 _OF_CONVERSATIONS = ("messages", "tools", "documents", "loop")
 TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, AssertionError, MemoryError, NameError, RecursionError, SyntaxError),
 )
 """What a template may raise for a conversation that it was not written for, or for any."""
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SECONDS, _SHORT = 2.0, 0.05
 """How long a template may take for one conversation, and how long one rendering that does not count."""
 
@@ -93,6 +98,45 @@ def load_chat_template(name_or_path: str) -> str:
     except (RecursionError, SyntaxError, ValueError) as error:
         raise UserError(f"model.chat_template: {path} cannot be compiled: {in_a_line(error)}", known) from None
     return template
+
+
+def processor_template(file: Path) -> str | None:
+    """The template in one of `OF_PROCESSORS`; None where it holds none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {in_a_line(error)}", "Download it again.") from None
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    return template if isinstance(template, str) else None
+
+
+@lru_cache(maxsize=16)
+def part_roles(source: str) -> frozenset[str]:
+    """Whose text a template writes only where the content is a list of typed parts, as many do of models that see."""
+    words = {"system": "winter", "user": "summer", "assistant": "spring"}
+
+    def written(roles: list[str], form: Callable[[str], Any]) -> str | None:
+        messages = [{"role": role, "content": form(words[role])} for role in roles]
+        given = {**dict.fromkeys(_SPECIAL, ""), "tools": None, "documents": None, "add_generation_prompt": False}
+        try:
+            with in_time():
+                return _compile_jinja_template(source).render(messages=messages, **given)
+        except TEMPLATE_ERRORS:
+            return None
+
+    for roles in ([*words], ["user", "assistant"]):  # Some refuse a system message.
+        parts = written(roles, lambda word: [text_part(word)])
+        if parts is not None:
+            plain = written(roles, str) or ""
+            # A list that is written where a text was meant has quotes around it.
+            lists = {role for role in roles if re.search(f"[\"']{words[role]}[\"']", parts)}
+            return frozenset({role for role in roles if words[role] in parts and words[role] not in plain} - lists)
+    return frozenset()
+
+
+def text_part(text: str) -> dict[str, str]:
+    """A text as one of the parts of a message's content."""
+    return {"type": "text", "text": text}
 
 
 @lru_cache(maxsize=16)

@@ -32,7 +32,7 @@ from transformers.utils import cached_file
 
 from toolkit.common import UserError
 from toolkit.data import hub
-from toolkit.data.chat_template import load_chat_template
+from toolkit.data.chat_template import OF_PROCESSORS, load_chat_template, processor_template
 from toolkit.data.encode import no_embedding
 from toolkit.distributed.engines import Dtypes, loads_on_device
 from toolkit.models import attention_kernels, device, experts, gguf_header, zero3_loading
@@ -150,6 +150,8 @@ class ModelSource:
         check_growth(tokenizer, f"the tokenizer of {arguments['pretrained_model_name_or_path']}")
         if model.chat_template and not saved:
             tokenizer.chat_template = load_chat_template(model.chat_template)
+        elif not tokenizer.chat_template and not saved:
+            tokenizer.chat_template = self._processor_template()
         elif isinstance(tokenizer.chat_template, str):
             # Transformers reads the mark with which some editors begin a file as a character of every conversation.
             tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
@@ -161,6 +163,13 @@ class ModelSource:
             raise no_embedding("model.tokenizer, for padding,", tokenizer, tokenizer.pad_token_id, size)
         tokenizer.add_tokens(model.new_tokens, special_tokens=True)
         return tokenizer
+
+    def _processor_template(self) -> str | None:
+        """The template that stands beside a tokenizer without one."""
+        other = self.recipe.model.tokenizer
+        beside = (Path(other, name) if other else self.file(name) for name in OF_PROCESSORS)
+        found = (processor_template(file) for file in beside if file and file.is_file())
+        return next(filter(None, found), None)
 
     def stop_tokens(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
         """Ids that end an answer: the tokenizer's end token and those of the model's generation config."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from toolkit.common import UserError, in_a_line
 from toolkit.data.audit import Audit
+from toolkit.data.chat_spans import as_read
 from toolkit.distributed.engines import dtypes
 from toolkit.models.load import ModelSource
 from toolkit.recipe.load import load_resolved
@@ -97,6 +98,7 @@ def evaluate_tasks(
             apply_chat_template=chat,
             backend="seq2seq" if recipe.objective == "seq2seq" else "causal",
             autocast=dtypes(recipe).autocast,
+            chat_template_args=recipe.data.chat_template_kwargs,
         )
 
     first, last = before_and_after(run, ask, before)
@@ -104,17 +106,32 @@ def evaluate_tasks(
 
 
 def _found(
-    model: Any, tokenizer: Any, *, backend: str, autocast: str | None, batch_size: int, **settings: Any
+    model: Any,
+    tokenizer: Any,
+    *,
+    backend: str,
+    autocast: str | None,
+    batch_size: int,
+    chat_template_args: dict[str, Any],
+    **settings: Any,
 ) -> Found:
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    harness = HFLM(
+    class AsTrained(HFLM):
+        """Asks with prompts as those of training: see `chat_spans.as_read`."""
+
+        def apply_chat_template(self, chat_history: list[Any], add_generation_prompt: bool = True) -> str:
+            read = as_read(tokenizer.get_chat_template(), chat_history)
+            return str(super().apply_chat_template(read, add_generation_prompt))
+
+    harness = AsTrained(
         pretrained=model,
         tokenizer=tokenizer,
         backend=backend,
         batch_size=batch_size,
         mixed_precision_dtype=autocast,
+        chat_template_args=chat_template_args,
     )
     leave = functools.partial(patch.object, evaluator)
     try:
