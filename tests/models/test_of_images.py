@@ -21,6 +21,7 @@ from toolkit.models.tiny import shrink
 from toolkit.train.main import main
 
 KINDS = ("mistral3", "paligemma", "qwen2_5_vl", "qwen3_vl")
+WITH_TEMPLATE = '{"image_seq_length": 5, "chat_template": "{{ messages[0] }}"}'
 PROCESSOR = '{"image_processor_type": "PixtralImageProcessor"}'
 
 
@@ -30,6 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         tiny_kind(models_doc.stated(kind, "sft"), folder / kind)
         (folder / kind / "preprocessor_config.json").write_text(PROCESSOR, encoding="utf-8")
+        (folder / kind / "processor_config.json").write_text(WITH_TEMPLATE, encoding="utf-8")
     rows = "".join(json.dumps(row) + "\n" for row in chat_rows(20))
     (folder / "chat.jsonl").write_text(rows, encoding="utf-8")
     write_recipe(folder, "small", RECIPE)
@@ -52,6 +54,9 @@ def test_text_is_trained_and_the_model_still_takes_images(kind: str) -> None:
     _, found = AutoModelForImageTextToText.from_pretrained(final, output_loading_info=True)
     assert not found["missing_keys"] and not found["unexpected_keys"]
     assert (final / "preprocessor_config.json").read_text(encoding="utf-8") == PROCESSOR
+    # The template that was trained with stands in a file of its own, before which a processor's would be taken.
+    assert json.loads((final / "processor_config.json").read_text(encoding="utf-8")) == {"image_seq_length": 5}
+    assert (final / "chat_template.jinja").is_file()
     assert "AutoModelForImageTextToText.from_pretrained" in (final / "README.md").read_text(encoding="utf-8")
     before, after = (load_file(folder / "model.safetensors") for folder in (Path(kind), final))
     assert before.keys() == after.keys() and of_images(before)

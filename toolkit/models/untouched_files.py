@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,3 +25,12 @@ def copy_untouched(folder: Path, source: Any) -> None:
     for name in (*_PROCESSORS, *(() if source.recipe.model.tokenizer else _SENTENCEPIECE)):
         if file := source.file(name):
             shutil.copyfile(file, folder / name)
+            if name == "processor_config.json":
+                _leave_template(folder / name)
+
+
+def _leave_template(file: Path) -> None:
+    """A processor would take its own template before the one beside it, which was trained with."""
+    content = json.loads(file.read_text(encoding="utf-8-sig"))
+    if content.pop("chat_template", None) is not None:
+        file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
