@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -46,6 +48,24 @@ def test_what_is_said(arguments: list[str], first: bool, shown: list[str], capsy
     logging.getLogger("library").info("not ours")
     said = capsys.readouterr()
     assert (said.err.splitlines(), said.out) == (shown, "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_what_is_started_with_closed_streams_has_some_that_lead_nowhere(closed: str) -> None:
+    """A file that is opened would else be where C code prints."""
+    opens = "open_streams(); print('out'); print('err', file=sys.stderr); assert os.open(os.devnull, 0) > 2"
+    code = f"import os, sys; from toolkit.output import open_streams; {opens}; assert not sys.stdin.read()"
+    for each in (code, "import sys; from toolkit.cli.main import main; sys.exit(main(['ls']))"):
+        shell = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, each]
+        assert subprocess.run(shell, stdin=subprocess.DEVNULL, timeout=120).returncode == 0
+
+
+def test_a_stream_of_a_notebook_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no `TextIOWrapper`."""
+    monkeypatch.setattr(sys, "stdout", said := io.StringIO())
+    start_logging(argparse.Namespace(quiet=False, verbose=False))
+    print("here")
+    assert said.getvalue() == "here\n"
 
 
 def test_what_deepspeed_says_at_its_import_is_heard_from_errors_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -11,6 +12,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from toolkit.common import brief, concealed, printable
+
+
+def open_streams() -> None:
+    """Gives a process that was started with closed standard streams, as by `>&-`, ones that lead nowhere.
+
+    Python has none then, and the next file that is opened, which may be a checkpoint, would get what C code prints.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def quiet_libraries() -> None:
@@ -65,8 +81,9 @@ def start_logging(options: argparse.Namespace, first: bool = True) -> None:
     # What libraries print, and stack traces, pass through here too.
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), _Shown):
-            # Of file names, as the system has them, not all are text.
-            stream.reconfigure(errors="backslashreplace")
+            if isinstance(stream, io.TextIOWrapper):  # In a notebook it is not.
+                # Of file names, as the system has them, not all are text.
+                stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, _Shown(stream))
     level = logging.WARNING if options.quiet or not first else logging.DEBUG if options.verbose else logging.INFO
     logger = logging.getLogger("toolkit")

@@ -15,7 +15,7 @@ from toolkit import __version__
 from toolkit.cli import commands, run_commands  # noqa: F401  They register what they hold.
 from toolkit.cli.registry import COMMANDS
 from toolkit.common import UserError, given_up, panicked
-from toolkit.output import add_help, add_verbosity, quiet_libraries, start_logging
+from toolkit.output import add_help, add_verbosity, open_streams, quiet_libraries, start_logging
 
 _EPILOG = """\
 examples:
@@ -47,6 +47,7 @@ _OTHER_WORDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0, 1 for a failure, 2 for a wrong recipe or usage."""
+    open_streams()
     parser = _parser()
     arguments = sys.argv[1:] if arguments is None else arguments
     if meant := _misspelt(arguments[:1]):

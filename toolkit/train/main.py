@@ -21,7 +21,7 @@ from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
 from toolkit.hub_cache import use_own
 from toolkit.models.imports import import_deepspeed, quick_imports
-from toolkit.output import add_help, add_verbosity, quiet_libraries, start_logging
+from toolkit.output import add_help, add_verbosity, open_streams, quiet_libraries, start_logging
 from toolkit.recipe import split_arguments
 from toolkit.recipe.errors import as_text
 from toolkit.recipe.hydra_habits import refuse_flags
@@ -36,6 +36,7 @@ _log = logging.getLogger("toolkit.train")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks the recipe and the launch, then trains. Returns 0, 1 for a failed run, 2 for a wrong recipe."""
+    open_streams()
     world = World()
     try:
         world = World.from_environment()
