@@ -94,9 +94,25 @@ def near(wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large:
         assert getattr(figures, name) == pytest.approx(getattr(counted, name), rel=0.12), name
     assert figures.squared_tokens == pytest.approx(counted.squared_tokens, rel=0.3)
     for quantile in (500, 900):
-        assert figures.quantiles[quantile] == pytest.approx(counted.quantiles[quantile], rel=0.35)
+        for flat in (True, False):
+            assert figures.lengths(flat)[quantile] == pytest.approx(counted.lengths(flat)[quantile], rel=0.35)
+    assert bool(figures.end_to_end) == bool(counted.end_to_end)
+    assert figures.longest_held_out(True) <= 1.02 * max(counted.longest_held_out(True), counted.lengths(True)[-1])
     assert figures.longest_eval <= 1.02 * max(counted.longest_eval, counted.quantiles[-1])
     assert (figures.longest_target or 0) <= 1.02 * (counted.longest_target or 0)
+
+
+@pytest.mark.parametrize(("objective", "names"), [("orpo", "prompt chosen rejected"), ("embedding", "anchor positive")])
+def test_rows_of_several_texts(
+    objective: str, names: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short one beside a long one."""
+    long = names.split()[-1]
+    rows = [{name: f"{name} {n}" for name in names.split()} | {long: words(n)} for n in range(600)]
+    wanted = asked(model, write_jsonl(tmp_path / "a.jsonl", rows), objective=objective, eval_split=0.2)
+    near(wanted, tmp_path, monkeypatch, False)
+    counted = sampled(wanted)
+    assert counted and counted.lengths(True)[500] < 0.8 * counted.lengths(False)[500]
 
 
 def test_without_a_tokenizer_characters_are_counted(model: Path, tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_not_utf8_names_line_and_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [
-        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl", b"", "is empty\n  fill the file, or take it out of `data.sources` or `data.eval_sources`"),
         ("a.jsonl", b"\n \n", "no rows"),
         ("a.json", b"[]", "no rows"),
         ("a.csv", b"a,b\n", "no rows"),

@@ -14,9 +14,13 @@ import pytest
 from data_fixtures import chatml_tokenizer, write_jsonl
 
 from toolkit.data.batches import cut
+from toolkit.data.collate import Collator
+from toolkit.data.head_batches import HeadCollator
 from toolkit.data.prepare import prepare
 from toolkit.data.statistics import DataStatistics, record, statistics_of
+from toolkit.distributed.layout import batch_layout
 from toolkit.recipe import Recipe
+from toolkit.train.batching import micro_batches
 
 STOP = frozenset({2})
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -110,6 +114,31 @@ def test_of_pairs_the_longer_side_counts(tmp_path: Path) -> None:
     assert prepared.eval is not None
     targets = max(len(row["labels"]) for row in prepared.eval)
     assert prepared.statistics.longest_target == prepared.statistics.longest_eval == targets > max(longer)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_texts_of_a_row_take_what_they_have_end_to_end_and_the_longest_each_if_padded(
+    tmp_path: Path, flat: bool
+) -> None:
+    """Short questions and long passages, in micro-batches as a run cuts them."""
+    rows = [{"anchor": f"word {n}", "positive": f"{n} " + "word " * (20 + n % 30)} for n in range(200)]
+    path = write_jsonl(tmp_path / "related.jsonl", rows)
+    wanted = recipe(path, seq_len=256, eval_split=0.2).with_values(
+        {"objective": "embedding", "batch.global_batch_size": 16, "batch.micro_batch_size": 4}
+    )
+    prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
+    whole = Collator(chatml_tokenizer().pad_token_id, "flat" if flat else "padded")
+    layout = batch_layout(wanted, 1)
+    batches = micro_batches(wanted, prepared.train, HeadCollator(whole, "embedding"), layout, 40)
+    widths = [batches.widths[each].max(axis=1) for each in batches]
+    real = [int(each.sum() if flat else 2 * len(each) * each.max()) for each in widths]
+    assert prepared.statistics and prepared.eval
+    dealt = prepared.statistics.dealt(16, 4, flat, layout.answers)
+    assert dealt.tokens == pytest.approx(np.mean(real), rel=0.03)
+    assert 0.97 * max(real) < dealt.fullest < 1.1 * max(real)
+    held_out = [list(row["seq_lengths"]) for row in prepared.eval]
+    taken = max(np.mean(each) if flat else max(each) for each in held_out)
+    assert prepared.statistics.longest_held_out(flat) == taken
 
 
 def test_counting_imports_no_framework() -> None:

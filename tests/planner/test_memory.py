@@ -56,6 +56,8 @@ _CASES = {
     "moe": ["model.path=moe"],
     "llama_taught": _TAUGHT,
     "blenderbot": _PAIRS,
+    # Questions are short and their passages long: end to end nothing is padded.
+    "llama_embedding": ["objective=embedding", "data.sources=[related.jsonl]"],
 }
 _MORE_CASES = {
     "gemma_lora_checkpointing": ["model.path=gemma", "activation_checkpointing=full", *LORA],
@@ -105,7 +107,10 @@ def folder(tmp_path_factory):
         {"text": tokenizer.decode(tokenizer(row["text"])["input_ids"][: limit - 4 * (index % 2)])}
         for index, row in enumerate(texts)
     ]
-    for name, each in (("text", texts), ("pairs", pairs), ("mixed", mixed), ("alike", [{"text": _LONG}] * 40)):
+    related = [{"anchor": f"{index:02d} what?", "positive": f"{index:02d} {_LONG}"} for index in range(40)]
+    alike = [{"text": _LONG}] * 40
+    named = (("text", texts), ("pairs", pairs), ("mixed", mixed), ("alike", alike), ("related", related))
+    for name, each in named:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
     write_recipe(folder, "full_rows", _RECIPE)
     return folder

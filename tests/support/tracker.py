@@ -166,7 +166,7 @@ def phases(tracker: Tracker) -> Iterator[None]:
 
     from toolkit.models.load import ModelSource
     from toolkit.models.stage import Stage
-    from toolkit.train import evaluate, pipelined, train, trainer
+    from toolkit.train import evaluate, heads, pipelined, train, trainer
 
     replaced: list[tuple[Any, str, Any]] = []
 
@@ -193,7 +193,7 @@ def phases(tracker: Tracker) -> Iterator[None]:
     wrap(ModelSource, "load", "load")
     wrap(Trainer, "_load_optimizer_and_scheduler", "resume")
     wrap(Trainer, "_run_epoch", "step", "end")
-    for kind in (trainer.CausalTrainer, trainer.EncoderDecoderTrainer):
+    for kind in (trainer.CausalTrainer, trainer.EncoderDecoderTrainer, heads.HeadTrainer):
         wrap(kind, "compute_loss", "forward")
     wrap(Accelerator, "backward", "backward")
     wrap(

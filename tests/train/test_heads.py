@@ -16,6 +16,7 @@ import torch
 from harness import losses, metrics, write_recipe
 from small import set_up, trained
 from tiny import labelled_rows, pair_rows, tagged_rows, tiny_encoder, tiny_model
+from transformers import LlamaModel
 
 from toolkit.cli.evaluate import Questions, evaluate
 from toolkit.common import UserError
@@ -218,6 +219,22 @@ def test_training_does_not_depend_on_how_rows_fall_into_micro_batches(rows: list
         figures.append([row[key] for row in measured for key in ("eval_loss", "eval_entity_f1") if key in row])
     for curve, held_out in zip(curves[1:], figures[1:], strict=True):
         assert curve == pytest.approx(curves[0], rel=1e-6) and held_out == pytest.approx(figures[0], rel=1e-6)
+
+
+def test_no_evaluation_keeps_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the last one, behind the saved model, whose config has caches on for those who generate."""
+    asked: list[bool] = []
+    forward = LlamaModel.forward
+
+    def seen(model: Any, *args: Any, **kwargs: Any) -> Any:
+        found = forward(model, *args, **kwargs)
+        asked.append(found.past_key_values is not None)
+        return found
+
+    monkeypatch.setattr(LlamaModel, "forward", seen)
+    run = trained("no-cache", *CLASSES, "max_steps=2")
+    assert asked and not any(asked)
+    assert json.loads((run / "final/config.json").read_text(encoding="utf-8"))["use_cache"] is True
 
 
 @pytest.mark.parametrize("rows", [[], CLASSES, WORDS], ids=["reward", "classification", "token_classification"])

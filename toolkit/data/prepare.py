@@ -207,12 +207,18 @@ def _count(path: Path, audit: auditing.Audit, recipe: Recipe) -> DataStatistics:
         trained_tokens=trained,
         documents=len(documents),
         squared_tokens=int((documents.astype(np.float64) ** 2).sum()),
-        quantiles=tuple(np.quantile(both.max(axis=1), np.linspace(0, 1, 1001)).tolist()),
+        quantiles=_quantiles(both.max(axis=1)),
         eval_rows=audit.eval.rows if audit.eval else 0,
         eval_tokens=audit.eval.tokens if audit.eval else 0,
         longest_eval=int(held_out.max()),
         longest_target=int(max(both[:, 1].max(), held_out[:, -1].max())) if pairs else None,
+        end_to_end=_quantiles(both.mean(axis=1)) if recipe.answers > 1 else (),
+        longest_eval_end_to_end=float(held_out.mean(axis=1).max()) if recipe.answers > 1 else 0.0,
     )
+
+
+def _quantiles(lengths: NDArray[Any]) -> tuple[float, ...]:
+    return tuple(np.quantile(lengths, np.linspace(0, 1, 1001)).tolist())
 
 
 def _build(

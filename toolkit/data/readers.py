@@ -111,7 +111,7 @@ def _check_signature(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(32)
     if not head:
-        raise UserError(f"`{path}` is empty", "fill the file or take it out of `data.sources`")
+        raise UserError(f"`{path}` is empty", "fill the file, or take it out of `data.sources` or `data.eval_sources`")
     for signature, (suffix, what, change) in _SIGNATURES.items():
         if head.startswith(signature) and path.suffix.lower() != suffix:
             raise UserError(f"`{path}` is {what}, not what its name says", change)

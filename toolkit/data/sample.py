@@ -247,8 +247,11 @@ def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter:
     held_longest = held_targets if count > 1 else np.maximum(held_lengths, held_targets)
     # A held-out prompt is answered once.
     held_lengths = held_targets if recipe.reinforces else held_lengths
-    order = np.argsort(longest)
-    quantiles = np.interp(np.linspace(0, 1, 1001), np.cumsum(used[order]) / used.sum(), longest[order])
+    # The longest of several texts, and the others as if they were alike.
+    squares = longest**2 + (lengths - longest) ** 2 / (count - 1) if count > 1 else lengths**2
+    quantiles, end_to_end = _quantiles(longest, used), np.empty(0)
+    if count > 1 and not recipe.reinforces:
+        end_to_end = _quantiles(lengths / count, used)
     rows, documents = used.sum(), count * used.sum()
     if data.packing:
         # Few are rounded, but hold no more than they can.
@@ -259,14 +262,22 @@ def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter:
         tokens=round(used @ lengths),
         trained_tokens=round(used @ trained),
         documents=max(1, round(documents)),
-        squared_tokens=round(used @ lengths**2 / count),
+        squared_tokens=round(used @ squares),
         quantiles=tuple(quantiles.tolist()),
         eval_rows=round(held.sum()),
         eval_tokens=round(held @ held_lengths),
         longest_eval=round(held_longest.max(initial=0)),
         longest_target=round(max(targets.max(), held_targets.max(initial=0))) if pairs else None,
+        end_to_end=tuple(end_to_end.tolist()),
+        longest_eval_end_to_end=held_lengths.max(initial=0.0) / count if len(end_to_end) else 0.0,
         sample=f"a sample of {sum(side.counted.shape[1] for side in train):,} rows{counter.how}",
     )
+
+
+def _quantiles(lengths: NDArray[np.float64], used: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Shortest to longest in equal shares, of rows that are used so often."""
+    order = np.argsort(lengths)
+    return np.interp(np.linspace(0, 1, 1001), np.cumsum(used[order]) / used.sum(), lengths[order])
 
 
 def _as_trained(recipe: Recipe, sides: list[_Side], uses: list[float]) -> NDArray[np.float64]:

@@ -8,6 +8,7 @@ answers in a second. So a file that is touched but not changed counts as changed
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import glob
 import hashlib
@@ -22,13 +23,13 @@ from pydantic import TypeAdapter
 from toolkit.cache import cache_dir, find, keep
 from toolkit.recipe import Recipe
 
-FORMAT = 4
+FORMAT = 5
 """Raise when the same recipe and files would have other figures."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 _EPOCHS, _DRAWN = 4, 2**17
-"""Epochs, and at most so many sequences, that are drawn to see how they are dealt into micro-batches."""
+"""Epochs, and at most so many rows, that are drawn to see how they are dealt into micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ class DataStatistics:
         longest_eval: Length of the longest, as in `quantiles`.
         longest_target: Tokens of the longest target of pairs, trained on or held out.
         sample: What the figures are estimated from, in words; empty where all rows were counted.
+        end_to_end: `quantiles` of rows of several texts that lie end to end, where the mean of a row's texts counts;
+            empty where rows have one text, or only such of one length.
+        longest_eval_end_to_end: `longest_eval` of such rows.
     """
 
     rows: int
@@ -79,21 +83,36 @@ class DataStatistics:
     longest_eval: int = 0
     longest_target: int | None = None
     sample: str = ""
+    end_to_end: tuple[float, ...] = ()
+    longest_eval_end_to_end: float = 0.0
 
     @property
     def mean_length(self) -> float:
         """Tokens of a sequence."""
         return self.tokens / self.rows
 
-    @functools.cache  # noqa: B019 (there are few figures)
-    def dealt(self, size: int, count: int, flat: bool) -> Dealt:
-        """Micro-batches of steps of `size` sequences, each of which is cut into `count` as training does it.
+    def lengths(self, flat: bool) -> tuple[float, ...]:
+        """Quantiles of what a sequence takes in a batch, by whether rows lie end to end."""
+        return (self.end_to_end if flat else ()) or self.quantiles
 
-        Steps are drawn until they are four epochs, or 131,072 sequences, because the fullest of one draw alone was seen
+    def longest_held_out(self, flat: bool) -> float:
+        """What the longest sequence of a held-out row takes, as in `lengths`."""
+        return (self.longest_eval_end_to_end if flat else 0.0) or self.longest_eval
+
+    def alike(self, length: float) -> DataStatistics:
+        """The same with sequences that all take so many tokens."""
+        return dataclasses.replace(self, quantiles=(length, length), end_to_end=())
+
+    @functools.cache  # noqa: B019 (there are few figures)
+    def dealt(self, size: int, count: int, flat: bool, each: int = 1) -> Dealt:
+        """Micro-batches of steps of `size` rows, each of which is cut into `count` as training does it.
+
+        Steps are drawn until they are four epochs, or 131,072 rows, because the fullest of one draw alone was seen
         12% below that of others. One has the longest sequence for certain.
 
         Args:
             flat: See `batches.cut`.
+            each: Sequences of a row.
         """
         # What asks for a plan must answer at once, also where no data is counted.
         import numpy as np
@@ -101,12 +120,13 @@ class DataStatistics:
         from toolkit.data.batches import ALIGNED, cut
 
         shares = np.random.default_rng(0).random((max(1, min(_EPOCHS * self.rows, _DRAWN) // size), size))
-        lengths = np.interp(shares, np.linspace(0, 1, len(self.quantiles)), self.quantiles)
-        lengths[0, 0] = self.quantiles[-1]
+        quantiles = self.lengths(flat)
+        lengths = np.interp(shares, np.linspace(0, 1, len(quantiles)), quantiles)
+        lengths[0, 0] = quantiles[-1]
         unit = 1 if flat else ALIGNED
         widths = np.ceil(lengths / unit).astype(np.int64) * unit
         cuts = cut(-np.sort(-widths, axis=1), count, flat)
-        tokens, longest = cuts.tokens, cuts.longest
+        tokens, longest = each * cuts.tokens, cuts.longest
         return Dealt(*map(float, (tokens.mean(), (tokens * longest).mean(), longest.mean(), tokens.max())))
 
 

@@ -50,6 +50,8 @@ from toolkit.recipe.module_names import tensor_files
 _log = logging.getLogger("toolkit.models")
 _IN_16_BITS = {"BF16": "bfloat16", "F16": "float16"}
 """Of safetensors."""
+_BY_TRAINERS = ("output_router_logits", "router_aux_loss_coef")
+"""Keys of a config that trainers change, beside `use_cache`."""
 _IN_FULL_ON_HOST = {"device_map": None, "quantization_config": None}
 
 
@@ -319,15 +321,23 @@ class ModelSource:
         quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False) if quantization else None
         return Weights(files, model, quantizer)
 
-    def restore_config(self, model: PreTrainedModel) -> None:
-        """Undoes what trainers change in a model's config: caches are switched off, routers return their logits."""
+    @contextlib.contextmanager
+    def config_to_save(self, model: PreTrainedModel) -> Iterator[None]:
+        """Undoes what trainers change in a model's config, until it is saved: caches are switched off, routers return
+        their logits. What is evaluated then is computed as before."""
         before, config = self.config.get_text_config(), model.config.get_text_config()
-        for key in ("output_router_logits", "router_aux_loss_coef"):
-            if hasattr(before, key):
-                setattr(config, key, getattr(before, key))
-        config.use_cache = True
+        wanted = {key: getattr(before, key) for key in _BY_TRAINERS if hasattr(before, key)} | {"use_cache": True}
+        changes = [(config, key, value) for key, value in wanted.items()]
         if hasattr(self.config, "rescale_every"):
-            model.config.rescale_every = self.config.rescale_every
+            changes.append((model.config, "rescale_every", self.config.rescale_every))
+        kept = [(owner, key, getattr(owner, key, value)) for owner, key, value in changes]
+        for owner, key, value in changes:
+            setattr(owner, key, value)
+        try:
+            yield
+        finally:
+            for owner, key, value in kept:
+                setattr(owner, key, value)
 
     def file(self, name: str) -> Path | None:
         """A file of the model's folder or, from the cache, of its hub repository; None if it has no such file."""

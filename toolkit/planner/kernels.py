@@ -40,7 +40,7 @@ def backend(
     if (requested, best) != ("auto", "sdpa") or not (open_to_eager and hardware.attention):
         return best, ""
     layout = batch_layout(recipe, hardware.devices)
-    dealt = statistics and statistics.dealt(layout.in_sequences.global_batch_size, layout.micro_batches, False)
+    dealt = statistics and statistics.dealt(layout.global_batch_size, layout.micro_batches, False)
     length = dealt.longest if dealt else layout.seq_len
     why = hardware.eager_is_faster(DTYPES[compute], length)
     return ("eager", f"{EAGER}, for rows of {math.ceil(length):,} tokens {why} on this CPU") if why else (best, "")

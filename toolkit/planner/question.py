@@ -190,10 +190,9 @@ class Question:
         if self.statistics is None:
             return layout.seq_len, layout.seq_len
         flat = backend in attention.VARLEN
-        longest = min(layout.seq_len, math.ceil(self.statistics.quantiles[-1]))
-        size = layout.in_sequences
-        dealt = self.statistics.dealt(size.global_batch_size, layout.micro_batches, flat)
-        per_row = min(longest, math.ceil(dealt.fullest / size.micro_batch_size))
+        longest = min(layout.seq_len, math.ceil(self.statistics.lengths(flat)[-1]))
+        dealt = self.statistics.dealt(layout.global_batch_size, layout.micro_batches, flat, layout.answers)
+        per_row = min(longest, math.ceil(dealt.fullest / layout.in_sequences.micro_batch_size))
         return per_row, per_row if flat else longest
 
     def _evaluated(self, recipe: Recipe, layout: BatchLayout, backend: str) -> int:
@@ -201,10 +200,12 @@ class Question:
         counted, size = self.statistics, recipe.evaluation.batch_size or layout.micro_batch_size
         if counted is None:
             return layout.seq_len
+        flat = backend in attention.VARLEN
+        longest = counted.longest_held_out(flat)
         if recipe.refers:  # The reference is asked of all rows, the longest ones together.
-            return math.ceil(max(counted.longest_eval, counted.quantiles[-1]))
-        length, answers = counted.longest_eval * min(1.0, counted.eval_rows / size), layout.answers
-        return math.ceil(min(length, counted.eval_tokens / size / answers) if backend in attention.VARLEN else length)
+            return math.ceil(max(longest, counted.lengths(flat)[-1]))
+        length, answers = longest * min(1.0, counted.eval_rows / size), layout.answers
+        return math.ceil(min(length, counted.eval_tokens / size / answers) if flat else length)
 
     def batches(self, recipe: Recipe, hardware: Hardware) -> list[str]:
         """A note on what other micro-batches of the data need; empty where it is not known or all are alike."""
@@ -212,14 +213,13 @@ class Question:
         if counted is None or recipe.data.packing:
             return []
         flat, size = self._backend(recipe, hardware) in attention.VARLEN, layout.in_sequences
-        dealt = counted.dealt(size.global_batch_size, layout.micro_batches, flat)
+        dealt = counted.dealt(layout.global_batch_size, layout.micro_batches, flat, layout.answers)
         per_row = counted.mean_length / layout.answers if flat else dealt.tokens / size.micro_batch_size
-        typical = per_row if flat else min(per_row, counted.quantiles[-1])
-        lengths = (typical, counted.quantiles[-1])
+        most = counted.lengths(flat)[-1]
+        lengths = (per_row if flat else min(per_row, most), most)
         needs = []
         for length in lengths:
-            alike = dataclasses.replace(counted, quantiles=(length, length))
-            plan = dataclasses.replace(self, statistics=alike).plan(recipe, hardware)
+            plan = dataclasses.replace(self, statistics=counted.alike(length)).plan(recipe, hardware)
             if plan is None:  # Another trace would take seconds, for no more than a note.
                 return []
             needs.append(f"{bytes_text(plan.memory[0].total.value)} for rows of {math.ceil(length):,} tokens")

@@ -280,8 +280,6 @@ def _save_final(session: Session, callbacks: Callbacks, chosen: Chosen | None) -
     optimizer = trainer.optimizer
     if callable(getattr(optimizer, "eval", None)):
         optimizer.eval()
-    if recipe.method.name == "full":
-        session.source.restore_config(session.module)
     weights = chosen.weights if chosen else None
     if weights is not None:
         put(trainer, weights)  # From here on it is this model that is evaluated and answers.
@@ -289,7 +287,9 @@ def _save_final(session: Session, callbacks: Callbacks, chosen: Chosen | None) -
     place = folder.final.with_suffix(".partial")
     if session.leads:
         shutil.rmtree(place, ignore_errors=True)
-    publish(trainer, place, session.dtypes, session.start, weights)
+    full = recipe.method.name == "full"
+    with session.source.config_to_save(session.module) if full else contextlib.nullcontext():
+        publish(trainer, place, session.dtypes, session.start, weights)
     if not callbacks.meter:
         return
     if recipe.method.name == "lora":

@@ -198,7 +198,7 @@ def _micro_load(recipe: Recipe, layout: BatchLayout, counted: DataStatistics | N
         return load_of(recipe, backend, layout.answers * size, length, length**2)
     squared = counted.squared_tokens / counted.rows
     trained = counted.trained_tokens / counted.tokens
-    dealt = counted.dealt(layout.in_sequences.global_batch_size, layout.micro_batches, backend in VARLEN)
+    dealt = counted.dealt(layout.global_batch_size, layout.micro_batches, backend in VARLEN, layout.answers)
     return load_of(recipe, backend, size, counted.mean_length, squared, dealt, trained)
 
 
