@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
+import pty
 import sys
 from collections.abc import Iterator
 
@@ -46,6 +49,28 @@ def test_what_is_said(arguments: list[str], first: bool, shown: list[str], capsy
     logging.getLogger("library").info("not ours")
     said = capsys.readouterr()
     assert (said.err.splitlines(), said.out) == (shown, "")
+
+
+@pytest.mark.parametrize("gone", ["reader", "terminal", "room"])
+@pytest.mark.parametrize("outlives_disk", [False, True])
+def test_work_goes_on_where_nobody_hears_of_it(gone: str, outlives_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if gone == "room":
+        end = os.open("/dev/full", os.O_WRONLY)
+    else:
+        other, end = os.pipe() if gone == "reader" else pty.openpty()
+        os.close(other)
+    before = logging.getLogger("toolkit").handlers
+    with os.fdopen(end, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        start_logging(argparse.Namespace(quiet=False, verbose=False), outlives_disk=outlives_disk)
+        heard = pytest.raises(OSError) if gone == "room" and not outlives_disk else contextlib.nullcontext()
+        for _ in range(2):
+            with heard:
+                print("half of the work is done", flush=True)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            stream.close()
+    logging.getLogger("toolkit").handlers = before
 
 
 def test_what_deepspeed_says_at_its_import_is_heard_from_errors_on() -> None:
