@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -87,6 +88,16 @@ def no_groups_left() -> Iterator[None]:
     for name, groups in _GROUPS.items():
         if module := sys.modules.get(f"toolkit.models.{name}"):
             getattr(module, groups).clear()
+
+
+@pytest.fixture
+def in_foreground() -> Iterator[None]:
+    """Has Ctrl-C, and what a closed terminal sends, heard, which `nohup` and the background of a shell ignore."""
+    heard = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import logging
+import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +69,28 @@ def test_a_stream_of_a_notebook_is_written_to(monkeypatch: pytest.MonkeyPatch) -
     start_logging(argparse.Namespace(quiet=False, verbose=False))
     print("here")
     assert said.getvalue() == "here\n"
+
+
+@pytest.mark.parametrize("gone", ["reader", "terminal", "room"])
+@pytest.mark.parametrize("outlives_disk", [False, True])
+def test_work_goes_on_where_nobody_hears_of_it(gone: str, outlives_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if gone == "room":
+        end = os.open("/dev/full", os.O_WRONLY)
+    else:
+        other, end = os.pipe() if gone == "reader" else pty.openpty()
+        os.close(other)
+    before = logging.getLogger("toolkit").handlers
+    with os.fdopen(end, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        start_logging(argparse.Namespace(quiet=False, verbose=False), outlives_disk=outlives_disk)
+        heard = pytest.raises(OSError) if gone == "room" and not outlives_disk else contextlib.nullcontext()
+        for _ in range(2):
+            with heard:
+                print("half of the work is done", flush=True)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            stream.close()
+    logging.getLogger("toolkit").handlers = before
 
 
 def test_what_deepspeed_says_at_its_import_is_heard_from_errors_on() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import io
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from toolkit.common import brief, concealed, printable
@@ -71,12 +73,13 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def start_logging(options: argparse.Namespace, first: bool = True) -> None:
+def start_logging(options: argparse.Namespace, first: bool = True, outlives_disk: bool = False) -> None:
     """Shows on standard error what the rooms log, each under its own name: `toolkit.train`, `toolkit.planner`, …
 
     Args:
         options: What `add_verbosity` has parsed.
         first: Whether this process talks to the user; of the others, only warnings and errors are shown.
+        outlives_disk: Whether it goes on where the disk of what it prints is full: that is not the result of its work.
     """
     # What libraries print, and stack traces, pass through here too.
     for name in ("stdout", "stderr"):
@@ -84,22 +87,51 @@ def start_logging(options: argparse.Namespace, first: bool = True) -> None:
             if isinstance(stream, io.TextIOWrapper):  # In a notebook it is not.
                 # Of file names, as the system has them, not all are text.
                 stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, _Shown(stream))
+            stream = _Shown(stream)
+            setattr(sys, name, stream)
+        stream.outlived = (*_UNHEARD, *_FULL) if outlives_disk else _UNHEARD
     level = logging.WARNING if options.quiet or not first else logging.DEBUG if options.verbose else logging.INFO
     logger = logging.getLogger("toolkit")
     logger.handlers, logger.propagate = [_StandardError()], False
     logger.setLevel(level)
 
 
+_UNHEARD = (errno.EPIPE, errno.EIO)
+"""What is said to nobody: the reader of a pipe has ended, as `head` does, or the terminal was closed."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 class _Shown:
-    """A stream of text to which everything goes `concealed`; all else is the stream's own."""
+    """A stream of text to which everything goes `concealed`; all else is the stream's own.
+
+    Work does not end because nobody hears of it any more.
+    """
+
+    outlived: tuple[int, ...] = ()
+    """Errors of the system for which what is said is left out."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(concealed(text))
+        with self._outliving():
+            self._stream.write(concealed(text))
         return len(text)
+
+    def flush(self) -> None:
+        with self._outliving():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _outliving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in self.outlived:
+                raise
+            if error.errno in _UNHEARD:
+                # Also for what libraries write; and Python would complain once more while shutting down.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -252,6 +253,21 @@ def test_wrong_usage_is_explained(arguments: list[str], capsys: pytest.CaptureFi
         main(arguments)
     assert caught.value.code == 2
     assert "usage: toolkit" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_foreground")
+@pytest.mark.parametrize(("sent", "said"), [("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGHUP"), ("SIGINT", "Ctrl-C")])
+def test_a_command_that_is_stopped_says_so(
+    sent: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = signal.Signals[sent]
+    monkeypatch.setattr("toolkit.cli.doctor.collect", lambda: os.kill(os.getpid(), number))
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
+    assert main(["doctor"]) == 128 + number
+    assert capsys.readouterr().err == (
+        f"stopped by {said}: nothing unfinished is left; the same command starts again\n"
+    )
+    assert before == [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
 
 
 def test_options_may_stand_between_the_arguments(capsys: pytest.CaptureFixture[str]) -> None:

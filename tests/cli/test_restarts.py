@@ -70,7 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def handlers() -> Any:
     """This process's own are not changed by what the tests start."""
-    before = {number: signal.getsignal(number) for number in restarts._STOPPED}
+    before = {number: signal.getsignal(number) for number in restarts._SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -96,7 +96,7 @@ def test_what_may_pass_goes_on_from_the_last_checkpoint(
     assert [line.split()[0] for line in Path("started").read_text().splitlines()] == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("end", [1, 2, 130, "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("end", [1, 2, 130, "SIGTERM", "SIGINT", "SIGHUP"])
 def test_what_would_come_again_or_was_meant_is_not_started_again(end: Any, folder: Path) -> None:
     status, starts = started([(1, "-", end)], "--restarts", "3")
     assert starts == 1 and status == (128 + getattr(signal, end) if isinstance(end, str) else end)
@@ -113,7 +113,9 @@ def test_restarts_are_used_up(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "all 1 restarts are used up" in capsys.readouterr().err
 
 
-def test_stopping_the_launcher_stops_the_training(folder: Path) -> None:
+@pytest.mark.usefixtures("in_foreground")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_stopping_the_launcher_stops_the_training(sent: signal.Signals, folder: Path) -> None:
     (folder / "plan").write_text(json.dumps([(1, "-", "stopped"), (2, "-", 0)]))
     code = (
         "import sys; from toolkit.cli import launch; from toolkit.cli.main import main\n"
@@ -125,8 +127,8 @@ def test_stopping_the_launcher_stops_the_training(folder: Path) -> None:
         while not (folder / "ready").exists():
             assert launcher.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
-        launcher.terminate()
-        assert launcher.wait(timeout=20) == 128 + signal.SIGTERM
+        launcher.send_signal(sent)
+        assert launcher.wait(timeout=20) == 128 + sent
     assert len((folder / "started").read_text().splitlines()) == 1
 
 

@@ -89,6 +89,42 @@ def test_process_that_is_killed_gets_a_line(processes: int, tmp_path: Path, rank
     assert "memory" in change
 
 
+@pytest.mark.parametrize("nohup", [True, False])
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_closed_terminal_reaches_the_training_but_for_nohup(
+    nohup: bool, processes: int, tmp_path: Path, ranks: Ranks
+) -> None:
+    """torch's agent would take SIGHUP back from `nohup`; of a launcher that it ends the training would hear SIGTERM."""
+    (tmp_path / "unheard.py").write_text(
+        "import signal\nfrom toolkit.cli import start\ndef main(arguments):\n"
+        f"    signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if nohup else 'SIG_DFL'})\n"
+        "    return start.main(arguments)\n"
+    )
+    (tmp_path / "waits.py").write_text(
+        "import os, pathlib, signal, sys, time\nheard = []\n"
+        "for number in (signal.SIGTERM, signal.SIGHUP):\n"
+        "    if signal.getsignal(number) != signal.SIG_IGN:\n"
+        "        signal.signal(number, lambda number, frame: heard.append(number))\n"
+        'pathlib.Path(f\'up-{os.environ.get("RANK", "0")}\').touch()\n'
+        "while not (heard or pathlib.Path('end').exists()): time.sleep(0.02)\n"
+        'pathlib.Path(f\'heard-{os.environ.get("RANK", "0")}\').write_text(str(heard[:1]))\n'
+    )
+    options = f"--multi_gpu --num_processes {processes} --num_machines 1 --main_process_port 0 --mixed_precision no"
+    launch = ranks.start(tmp_path, *(options.split() if processes else []), "waits.py", entry="unheard")
+    each = range(max(1, processes))
+    end = time.monotonic() + 60
+    while not all((tmp_path / f"up-{rank}").exists() for rank in each):
+        assert launch.running() and time.monotonic() < end
+        time.sleep(0.02)
+    launch.send(signal.SIGHUP)
+    if nohup:
+        time.sleep(0.5)
+        (tmp_path / "end").touch()
+    done = launch.wait(60)
+    assert done.codes == [0 if nohup or not processes else 128 + signal.SIGHUP], done.stderr
+    assert {(tmp_path / f"heard-{rank}").read_text() for rank in each} == {"[]" if nohup else f"[{int(signal.SIGHUP)}]"}
+
+
 def test_a_machine_that_starts_again_does_so_once_the_first_has_ended(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,6 +158,21 @@ def test_runs_killed_half_way_go_on_where_they_were(rates: str, seeds: str, ende
     assert changed.returncode != 0 and "holds another run" in changed.stderr and "seq_len" in changed.stderr
 
 
+@pytest.mark.usefixtures("in_foreground")
+@pytest.mark.parametrize("sent", ["SIGTERM", "SIGHUP"])
+def test_a_sweep_that_is_stopped_ends_with_the_code_of_that(
+    sent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though the training saves, and ends well; the next one is not started."""
+    training = (
+        f"import os, signal, sys, time\nsignal.signal(signal.{sent}, lambda *_: sys.exit(0))\n"
+        f"os.kill(os.getppid(), signal.{sent})\ntime.sleep(30)"
+    )
+    monkeypatch.setattr("toolkit.cli.launch.line", lambda *_: [sys.executable, "-c", training])
+    assert main(["sweep", *ASKED, "seed=5,6", "output.name=stopped"]) == 128 + signal.Signals[sent]
+    assert [line for line in capsys.readouterr().err.splitlines() if line] == ["[sweep] run 1 of 2, seed-5"]
+
+
 def test_a_run_that_fails_does_not_stop_the_others(place: Path) -> None:
     Path("broken.jsonl").write_text(json.dumps({"messages": []}) + "\n")
     asked = command("data.sources=[broken.jsonl],[chat.jsonl]", "output.dir=failing", "--parallel", "2")

@@ -258,6 +258,9 @@ def _become(rank: int, port: int, request: dict[str, Any]) -> None:
             # pytest's, to which loggers of the libraries hold on since their import.
             os.dup2(opened, stream.fileno())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        # As in a terminal, also where the tests themselves are run in the background or by `nohup`.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         # SIGABRT prints where each thread stands.
         faulthandler.enable()
         os.chdir(request["folder"])

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,38 @@ def test_interrupted_processes_of_torchrun_all_save_and_stop(place: Path) -> Non
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=120)
     assert_continues(place, run)
+
+
+@pytest.mark.usefixtures("in_foreground")
+def test_training_saves_and_stops_when_its_terminal_is_closed(place: Path) -> None:
+    """Whatever it says from then on is an error of the terminal's."""
+    run, fork = place / "runs" / "small", multiprocessing.get_context("fork")
+    master, terminal = pty.openpty()
+
+    def train() -> None:
+        os.close(master)
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        for number in range(3):
+            os.dup2(terminal, number)
+        sys.stdout, sys.stderr = (open(number, "w") for number in (1, 2))  # noqa: SIM115
+        os._exit(main([*ENDLESS]))
+
+    training = fork.Process(target=train)
+    training.start()
+    os.close(terminal)
+    threading.Thread(target=drain, args=(master, lambda: steps_done(run) >= 3), daemon=True).start()
+    training.join(120)
+    assert training.exitcode == 0
+    assert_continues(place, run)
+
+
+def drain(master: int, enough: Callable[[], bool]) -> None:
+    """Reads what is written to a terminal, and closes it."""
+    while not enough():
+        if select.select([master], [], [], 0.05)[0]:
+            os.read(master, 65536)
+    os.close(master)
 
 
 def test_training_saves_and_stops_when_its_launcher_dies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,7 @@ def main(arguments):
     ("sent", "codes", "status", "says"),
     [
         ("0:SIGTERM", [143], "interrupted", "stopped by SIGTERM"),
+        ("0:SIGHUP", [129], "interrupted", "stopped by SIGHUP"),
         ("0:SIGTERM 0:SIGTERM", [143, 143], "interrupted", "stopped by SIGTERM"),
         # As torch's agent does once a process of its machine has ended.
         ("0.5:SIGTERM 0:SIGKILL", [os.EX_TEMPFAIL, -signal.SIGKILL], "failed", "ended without a word: killed"),
@@ -203,13 +204,28 @@ def test_sigterm_where_nothing_is_left_to_be_saved_is_told(
     assert "Traceback" not in done.stderr
 
 
-def test_sigterm_ends_what_a_training_has_forked_as_usual() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.usefixtures("in_foreground")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_what_stops_a_training_ends_what_it_has_forked_as_usual(sent: signal.Signals) -> None:
+    before = signal.getsignal(sent)
     with told_to_stop():
         if not (child := os.fork()):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), sent)
             os._exit(0)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
-        with pytest.raises(Terminated):
-            os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == sent
+        with pytest.raises(Terminated, match=sent.name):
+            os.kill(os.getpid(), sent)
+        # Shells and launchers send it twice, and the first one's clearing away is not cut off.
+        os.kill(os.getpid(), sent)
+    assert signal.getsignal(sent) == before
+
+
+def test_a_closed_terminal_does_not_stop_what_nohup_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with told_to_stop():
+        os.kill(os.getpid(), signal.SIGHUP)
+    # torch's agent hears it all the same, and would kill those that it has told of it.
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    with told_to_stop(), pytest.raises(Terminated):
+        os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -200,7 +203,7 @@ def test_tokens_of_a_stream_are_those_of_its_rows(place: Path, packing: str) -> 
 
 
 @pytest.mark.parametrize("streaming", [[], ["streaming=true", "data.eval_split=null"]], ids=["rows", "stream"])
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_workers_go_on_when_all_processes_are_asked_to_stop(
     place: Path, ranks: Ranks, sent: signal.Signals, streaming: list[str]
 ) -> None:
@@ -221,6 +224,27 @@ def test_workers_go_on_when_all_processes_are_asked_to_stop(
     assert done.stderr.count("Stopping after this step") + done.stdout.count("Stopping after this step") == 1
     assert len(list((place / "runs" / "small" / "checkpoints").glob("checkpoint-*"))) == 1
     assert not any(worker.is_running() for worker in workers)
+
+
+@pytest.mark.usefixtures("in_foreground")
+def test_a_signal_in_the_middle_of_a_line_stops_training_all_the_same() -> None:
+    """Python's streams refuse a second write then, which would end the training before it has saved."""
+
+    class Terminal(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, text: object) -> int:
+            if len(text) > 99:  # type: ignore[arg-type]
+                os.kill(os.getpid(), signal.SIGHUP)
+            return len(text)  # type: ignore[arg-type]
+
+    line = io.TextIOWrapper(io.BufferedWriter(Terminal()))
+    stop = CleanStop(SimpleNamespace(num_processes=1), lambda text: print(text, file=line, flush=True))
+    stop.on_train_begin(None, None, None)
+    print("step 1 " * 99, file=line, flush=True)
+    stop.restore()
+    assert stop.asked()
 
 
 def test_workers_of_held_out_rows_go_on_too(place: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli import launch
-from toolkit.cli.restarts import Group
+from toolkit.cli.restarts import STOPPED, Group
 from toolkit.common import UserError
 from toolkit.recipe import Loaded
 
@@ -113,7 +113,7 @@ def train(
             began(trial)
             running.append((share := free.pop(0), trial, _start(group, trial, share, len(places) > 1)))
         if not running:
-            return stopped or (130 if group.stopped else 0)
+            return stopped or group.stopped
         time.sleep(_POLL_SECONDS)
         looks = hopeless is not None and time.monotonic() > looked + _LOOK_SECONDS
         for each in list(running):
@@ -123,7 +123,7 @@ def train(
                 group.forget(process)
                 free.append(share)
                 status = status if status >= 0 else 128 - status
-                if status in (130, 143) and trial.folder not in told:
+                if status in STOPPED and trial.folder not in told:
                     stopped = status
                 ended(trial, status)
             elif looks and hopeless and trial.folder not in told and hopeless(trial):

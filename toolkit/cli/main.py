@@ -6,8 +6,8 @@ Commands take `recipe=NAME key=value …` like the runner.
 from __future__ import annotations
 
 import argparse
-import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +16,7 @@ from toolkit.cli import commands, run_commands  # noqa: F401  They register what
 from toolkit.cli.registry import COMMANDS
 from toolkit.common import UserError, given_up, panicked
 from toolkit.output import add_help, add_verbosity, open_streams, quiet_libraries, start_logging
+from toolkit.train.process import Terminated, told_to_stop
 
 _EPILOG = """\
 examples:
@@ -61,22 +62,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet_libraries()
     start_logging(options)
     try:
-        status = options.command(options)
+        with told_to_stop():
+            status = options.command(options)
         sys.stdout.flush()
         return status or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        # `toolkit ls | head` closes the pipe early; Python would complain once more while shutting down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
         place = f" {error.filename}" if error.filename else ""
         print(f"error: {UserError(f'cannot use{place}: {error.strerror or error}')}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        told = str(error) or "stopped by Ctrl-C"
+        print(f"{told}: nothing unfinished is left; the same command starts again", file=sys.stderr)
+        return error.exit_code if isinstance(error, Terminated) else 128 + signal.SIGINT
     except BaseException as error:
         if not panicked(error):
             raise

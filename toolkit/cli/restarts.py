@@ -30,7 +30,9 @@ from toolkit.seal import read_seal
 from toolkit.train.checkpoint import check_readable
 from toolkit.train.process import take_terminal
 
-_STOPPED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPED = tuple(128 + number for number in _SIGNALS)
+"""Exit codes of what somebody has stopped."""
 
 
 def run(
@@ -73,12 +75,16 @@ class _GivenUp(UserError):
 
 
 class Group:
-    """The processes that a command starts, and whether somebody has stopped them."""
+    """The processes that a command starts.
+
+    Attributes:
+        stopped: The exit code of what was stopped so, if somebody has stopped them; otherwise 0.
+    """
 
     def __init__(self) -> None:
-        self.stopped = False
+        self.stopped = 0
         self._running: list[subprocess.Popen[bytes]] = []
-        for number in _STOPPED:
+        for number in _SIGNALS:
             # `nohup` has SIGHUP ignored, also by what is started.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._stop)
@@ -109,15 +115,15 @@ class Group:
         self._running.remove(process)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = True
-        # A terminal sends the others to all of its processes itself.
-        if number == signal.SIGTERM:
+        self.stopped = 128 + number
+        # A terminal sends Ctrl-C to all of its processes itself.
+        if number != signal.SIGINT:
             for process in self._running:
                 process.send_signal(number)
 
 
 def _may_pass(status: int) -> bool:
-    return status == os.EX_TEMPFAIL or (status > 128 and status - 128 not in _STOPPED)
+    return status == os.EX_TEMPFAIL or (status > 128 and status not in STOPPED)
 
 
 def _reason(folder: Path, status: int) -> str:

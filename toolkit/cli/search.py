@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from toolkit.cli.jobs import Share, Trial, train
+from toolkit.cli.restarts import STOPPED
 from toolkit.cli.sweep import finished, named, swept_keys, trial, unlike_rows, write_page
 from toolkit.common import UserError
 from toolkit.files import write_json
@@ -209,7 +210,7 @@ class Search:
         rest = f"; best so far {best[1]:.4g}, of run {best[0] + 1}" if best else ""
         if self._state.tried[at].ended:
             self._say(f"{what}: worse than half of the others, ended early{rest}")
-        elif status in (130, 143):
+        elif status in STOPPED:
             self._say(f"stopped in {run.folder.name}: the same command goes on there")
         elif status:
             self._say(f"{what}: failed with exit code {status}, the others go on")

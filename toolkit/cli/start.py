@@ -45,7 +45,9 @@ def _by_itself(arguments: Sequence[str]) -> int:
     said = {"OMP_NUM_THREADS": "1", **os.environ, "ACCELERATE_USE_CPU": "False", "ACCELERATE_MIXED_PRECISION": "no"}
     training = subprocess.Popen([sys.executable, *arguments], env=said)
     # Who stops the launcher waits for what the training still saves.
-    signal.signal(signal.SIGTERM, lambda number, frame: training.send_signal(number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if not _ignored(number):
+            signal.signal(number, lambda number, frame: training.send_signal(number))
     return _ended("the training", training.wait())
 
 
@@ -61,6 +63,8 @@ def _with_accelerate(arguments: Sequence[str]) -> int:
     wait = functools.partialmethod(LocalElasticAgent.__init__, exit_barrier_timeout=_OTHERS_SECONDS)
     LocalElasticAgent.__init__ = wait  # type: ignore[method-assign, assignment]
     options = launch_command_parser().parse_args(arguments)
+    if _ignored(signal.SIGHUP):
+        options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"  # Torch's agent would take it back from `nohup`.
     if os.environ.get("TOOLKIT_RESTARTS", "0") != "0" and options.machine_rank:
         _await_others(options)
     try:
@@ -76,6 +80,10 @@ def _with_accelerate(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def _ignored(number: int) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def _await_others(options: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from toolkit.cli import launch
 from toolkit.cli.jobs import Share, Trial, train
+from toolkit.cli.restarts import STOPPED
 from toolkit.common import UserError, printable
 from toolkit.files import write_atomically
 from toolkit.recipe import Recipe, split_arguments
@@ -167,7 +168,7 @@ def run(found: Sequence[Trial], places: list[Share], say: Callable[[str], None])
         say(f"{what[folder]}: finished before")
 
     def ended(each: Trial, status: int) -> None:
-        if status in (130, 143):
+        if status in STOPPED:
             say(f"stopped in {each.folder.name}: the same command goes on there")
         elif status:
             say(f"{what[each.folder]}: failed with exit code {status}, the others go on")

@@ -27,7 +27,7 @@ from toolkit.report.teacher import teacher_text
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
-from toolkit.train.process import peak_host_bytes
+from toolkit.train.process import ONE_SIGNAL_SECONDS, peak_host_bytes, stop_signals
 from toolkit.train.rollouts import drop_answers
 from toolkit.train.row_losses import RowLosses
 from toolkit.train.selection import Chosen, metrics_of
@@ -281,10 +281,10 @@ class Seal(TrainerCallback):
 
 
 class CleanStop(TrainerCallback):
-    """The first Ctrl-C (or SIGTERM) saves a checkpoint after the running step and stops; the second stops at once.
+    """The first Ctrl-C, SIGTERM or SIGHUP saves a checkpoint after the running step and stops; a second Ctrl-C stops at
+    once.
 
-    Launchers pass the terminal's signal on a second time, so signals within two seconds count as one. With several
-    processes all agree before stopping, otherwise one would wait for the others for ever.
+    With several processes all agree before stopping, otherwise one would wait for the others for ever.
     """
 
     def __init__(self, accelerator: Any, tell: Callable[[str], None]) -> None:
@@ -294,7 +294,7 @@ class CleanStop(TrainerCallback):
         self.stopped = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, *stop_signals()):
             self._previous[number] = signal.signal(number, self._handle)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -324,8 +324,9 @@ class CleanStop(TrainerCallback):
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
-            self._tell("Stopping after this step and saving a checkpoint. Press Ctrl-C again to stop at once.")
-        elif number == signal.SIGINT and now - self._asked_at > 2:
+            with contextlib.suppress(RuntimeError):  # In the middle of another line, Python writes no second one.
+                self._tell("Stopping after this step and saving a checkpoint. Press Ctrl-C again to stop at once.")
+        elif number == signal.SIGINT and now - self._asked_at > ONE_SIGNAL_SECONDS:
             raise KeyboardInterrupt
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import math
 import multiprocessing
 import os
 import resource
@@ -84,7 +85,8 @@ def ahead_of_launcher() -> Iterator[None]:
     try:
         yield
     finally:
-        os.tcsetpgrp(0, launchers_group)
+        with contextlib.suppress(OSError):  # The terminal was closed.
+            os.tcsetpgrp(0, launchers_group)
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -116,32 +118,57 @@ def _launched_by_accelerate() -> bool:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM outside of the steps, after which nothing is to be saved: it ends what Ctrl-C ends there."""
+    """One of `stop_signals` outside of the steps, when nothing is to be saved: it ends what Ctrl-C ends there."""
 
-    exit_code = 128 + signal.SIGTERM
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+ONE_SIGNAL_SECONDS = 2.0
+"""Signals within so many seconds count as one: launchers pass a terminal's on a second time, and shells do."""
+_told_at = -math.inf
+
+
+def stop_signals() -> tuple[int, ...]:
+    """SIGTERM, and SIGHUP, which is sent where a terminal is closed, unless `nohup` has it ignored.
+
+    torch's elastic agent hears SIGHUP even then, passes it on, and kills later whom that has not ended.
+    """
+    passed_on = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    heard = passed_on or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGHUP) if heard else (signal.SIGTERM,)
 
 
 @contextmanager
 def told_to_stop() -> Iterator[None]:
-    """Has SIGTERM raise `Terminated`: by default it ends Python in mid-sentence, and nobody learns why."""
+    """Has `stop_signals` raise `Terminated`: by default they end Python in mid-sentence, and nobody learns why."""
+    global _told_at
     if threading.current_thread() is not threading.main_thread():
         yield  # Which alone can do so.
         return
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    _told_at = -math.inf
+    previous = {number: signal.signal(number, _terminate) for number in stop_signals()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-def _terminate(number: int, frame: object) -> NoReturn:
-    raise Terminated("stopped by SIGTERM")
+def _terminate(number: int, frame: object) -> None:
+    global _told_at
+    before, _told_at = _told_at, time.monotonic()
+    # What is cleared away for the first one is not left half-done for the second.
+    if _told_at - before > ONE_SIGNAL_SECONDS:
+        raise Terminated(number)
 
 
 def _end_as_usual() -> None:
     # What is forked from here has no word to say, and pools end their processes so.
-    if signal.getsignal(signal.SIGTERM) is _terminate:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is _terminate:
+            signal.signal(number, signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_end_as_usual)
@@ -156,7 +183,8 @@ def end_with_training(worker: int) -> None:
     Args:
         worker: Its number, as a data loader says it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # Not on macOS.
         # Torch's own handler would end this process. Only who waits for a signal learns who sent it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
