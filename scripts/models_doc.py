@@ -381,7 +381,7 @@ page.
   by weight as it is read. It is trained, planned and saved as one in full, and `method.quantization` stores it as it
   would that. Other forms, such as those of GPTQ and AWQ, are refused.
 - Image and audio towers, and whatever else no text reaches, are not trained by any method and get no adapters. The
-  files that prepare images are copied beside a whole model, so that it still takes them.
+  files that prepare images or sound are copied beside a whole model, so that it still takes them.
 - **compiles**: *yes*: `compile: auto` may compile the layers, because layers that are alike are one graph without a
   break for every length of rows, with equal losses and gradients. Otherwise it leaves them as they are, and
   `compile: layers` warns before it tries, because code leaves the graph (*breaks*), each layer or length has its own

@@ -375,7 +375,7 @@ def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(place
     tokenizer = source.tokenizer()
     file = place / "llama" / "generation_config.json"
     before = file.read_text()
-    file.write_text(json.dumps({**json.loads(before), "eos_token_id": [5, 6]}))
+    file.write_text(json.dumps({**json.loads(before), "eos_token_id": [5, 6, 151645, -1]}))
     try:
         assert source.stop_tokens(tokenizer) == {tokenizer.eos_token_id, 5, 6}
     finally:

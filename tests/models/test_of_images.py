@@ -1,4 +1,4 @@
-"""Models of images and text, which Transformers has no class of for text alone: trained on text, images left alone."""
+"""Models of images or sound, which Transformers has no class of for text alone: text is trained, the rest stays."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from ranks import ON_CPU, Ranks
 from safetensors.torch import load_file
 from small import LORA, RECIPE
 from tiny import chat_rows, tiny_kind
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 from toolkit.cli.main import main as cli
 from toolkit.models.tiny import shrink
 from toolkit.train.main import main
 
-KINDS = ("mistral3", "paligemma", "qwen2_5_vl", "qwen3_vl")
+KINDS = {
+    **dict.fromkeys(("mistral3", "paligemma", "qwen2_5_vl", "qwen3_vl"), AutoModelForImageTextToText),
+    **dict.fromkeys(("qwen2_audio", "voxtral"), AutoModelForSeq2SeqLM),
+}
+"""With Transformers' class for what they were made for."""
 WITH_TEMPLATE = '{"image_seq_length": 5, "chat_template": "{{ messages[0] }}"}'
 PROCESSOR = '{"image_processor_type": "PixtralImageProcessor"}'
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("of_images")
+    folder = tmp_path_factory.mktemp("of_images_or_sound")
     for kind in KINDS:
         tiny_kind(models_doc.stated(kind, "sft"), folder / kind)
         (folder / kind / "preprocessor_config.json").write_text(PROCESSOR, encoding="utf-8")
@@ -44,36 +48,37 @@ def kind(request: pytest.FixtureRequest, models: Path, monkeypatch: pytest.Monke
     return str(request.param)
 
 
-def of_images(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: each for name, each in weights.items() if "vision" in name or "visual" in name or "projector" in name}
+def of_no_text(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    parts = ("vision", "visual", "projector", "audio_tower")
+    return {name: each for name, each in weights.items() if any(part in name for part in parts)}
 
 
-def test_text_is_trained_and_the_model_still_takes_images(kind: str) -> None:
+def test_text_is_trained_and_the_model_still_takes_what_it_did(kind: str) -> None:
     assert main(["recipe=small", f"model.path={kind}", f"output.name={kind}", "evaluation.num_prompts=1"]) == 0
     final = Path("runs", kind, "final")
-    _, found = AutoModelForImageTextToText.from_pretrained(final, output_loading_info=True)
+    _, found = KINDS[kind].from_pretrained(final, output_loading_info=True)
     assert not found["missing_keys"] and not found["unexpected_keys"]
     assert (final / "preprocessor_config.json").read_text(encoding="utf-8") == PROCESSOR
     # The template that was trained with stands in a file of its own, before which a processor's would be taken.
     assert json.loads((final / "processor_config.json").read_text(encoding="utf-8")) == {"image_seq_length": 5}
     assert (final / "chat_template.jinja").is_file()
-    assert "AutoModelForImageTextToText.from_pretrained" in (final / "README.md").read_text(encoding="utf-8")
+    assert f"{KINDS[kind].__name__}.from_pretrained" in (final / "README.md").read_text(encoding="utf-8")
     before, after = (load_file(folder / "model.safetensors") for folder in (Path(kind), final))
-    assert before.keys() == after.keys() and of_images(before)
+    assert before.keys() == after.keys() and of_no_text(before)
     for name, weight in before.items():
-        assert torch.equal(after[name].float(), weight.float()) == (name in of_images(before)), name
+        assert torch.equal(after[name].float(), weight.float()) == (name in of_no_text(before)), name
 
 
 def test_adapters_are_of_text_alone_and_are_merged(kind: str) -> None:
     assert main(["recipe=small", f"model.path={kind}", f"output.name={kind}-lora", "max_steps=4", *LORA]) == 0
     run = Path("runs", f"{kind}-lora")
     adapted = load_file(run / "final" / "adapter_model.safetensors")
-    assert adapted and not of_images(adapted)
+    assert adapted and not of_no_text(adapted)
     assert cli(["merge", str(run)]) == 0
     proof = json.loads((run / "merged" / "merge_proof.json").read_text(encoding="utf-8"))
     assert proof["distance"] < 1e-5 < proof["effect"]
     assert (run / "merged" / "preprocessor_config.json").is_file()
-    AutoModelForImageTextToText.from_pretrained(run / "merged")
+    KINDS[kind].from_pretrained(run / "merged")
 
 
 @pytest.mark.parametrize("engine", ["zero3", "fsdp"])

@@ -42,9 +42,10 @@ _NO_BOUNDARIES = {
     *("bloom", "blt", "codegen", "cpmant", "deepseek_vl", "falcon", "falcon_h1", "falcon_mamba", "git", "gpt_neo"),
     *("gpt_neox_japanese", "gptj", "inkling2_text", "inkling_text", "jamba", "janus", "kimi_linear", "mamba"),
     *("mamba2", "marian", "mbart", "megatron-bert", "minicpmv4_6", "mpt", "musicgen", "musicgen_melody", "mvp"),
-    *("nemotron_h", "olmo_hybrid", "openai-gpt", "pegasus", "plbart", "prophetnet", "qwen3_5", "qwen3_5_moe"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "reformer", "rembert"),
-    *("roformer", "rwkv", "stablelm", "trocr", "whisper", "xglm", "xlm", "xlnet", "xlstm", "zamba", "zamba2"),
+    *("nemotron_h", "olmo_hybrid", "openai-gpt", "pegasus", "plbart", "prophetnet", "qwen2_audio", "qwen3_5"),
+    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "reformer"),
+    *("rembert", "roformer", "rwkv", "stablelm", "trocr", "whisper", "xglm", "xlm", "xlnet", "xlstm", "zamba"),
+    "zamba2",
 }
 """Kinds of decoders whose code has its own attention, or layers without any: none reads where documents begin."""
 _OTHER_LAYERS = {

@@ -42,10 +42,12 @@ _CLASSES = {
     EMBEDDING: (AutoModel, "a model of texts"),
 }
 _OTHERS = (AutoModelForCausalLM, "a causal language model")
-# To Transformers they are no causal language models.
-modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(
-    {kind: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind] for kind in sorted(model_configs.OF_IMAGES)}
-)
+for _names, _kinds in (
+    (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, model_configs.OF_IMAGES),
+    (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, model_configs.OF_SOUND),
+):
+    # To Transformers they are no causal language models.
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update({kind: _names[kind] for kind in sorted(_kinds)})
 
 
 def auto_class(objective: str) -> Any:

@@ -174,7 +174,8 @@ class ModelSource:
         return next(filter(None, found), None)
 
     def stop_tokens(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-        """Ids that end an answer: the tokenizer's end token and those of the model's generation config."""
+        """Ids that end an answer: the tokenizer's end token and those of the model's generation config that are tokens
+        of the tokenizer, which need not be the model's own."""
         ids = {tokenizer.eos_token_id}
         file = self.file("generation_config.json")
         if file:
@@ -183,7 +184,7 @@ class ModelSource:
             stops = stops if isinstance(stops, list) else [stops]
             if not all(isinstance(token, int | None) for token in stops):
                 raise UserError(f"{file}: eos_token_id is {stops}, not numbers of tokens", "correct the file")
-            ids.update(stops)
+            ids.update(set(stops) & set(tokenizer.get_vocab().values()))
         return frozenset(token for token in ids if token is not None)
 
     @functools.cached_property

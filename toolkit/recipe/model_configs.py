@@ -40,6 +40,8 @@ OF_IMAGES = {
     *("qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
 }
 """Architectures of images and text that are causal language models of text alone."""
+OF_SOUND = {"audioflamingo3", "glmasr", "musicflamingo", "qwen2_audio", "qwen3_asr", "voxtral"}
+"""The same of sound and text. Not Granite Speech, whose files hold adapters that text must be read without."""
 _ENCODERS = {
     **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"), "is_decoder"),
     **dict.fromkeys(("ernie", "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm"), "is_decoder"),

@@ -86,8 +86,12 @@ def _auto_class(folder: Path, recipe: Recipe) -> str:
     """Transformers' class that loads the model, or the base of the adapter."""
     file = folder / "config.json"
     config = read_config(file) if file.is_file() else model_configs.config_of(recipe.model)
-    of_images = (config or {}).get("model_type") in model_configs.OF_IMAGES
-    return _CLASSES.get(recipe.objective, "AutoModelForImageTextToText" if of_images else "AutoModelForCausalLM")
+    kind = (config or {}).get("model_type")
+    if recipe.objective in _CLASSES:
+        return _CLASSES[recipe.objective]
+    if kind in model_configs.OF_SOUND:
+        return "AutoModelForSeq2SeqLM"  # Among these Transformers counts them, though they have no encoder of text.
+    return "AutoModelForImageTextToText" if kind in model_configs.OF_IMAGES else "AutoModelForCausalLM"
 
 
 def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path:
