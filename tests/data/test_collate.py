@@ -231,6 +231,40 @@ def test_padded_layout() -> None:
     assert "attention_mask" not in pairs[7] and pairs[3]["attention_mask"].all()
 
 
+@pytest.mark.parametrize("name", ISOLATING)
+def test_beginnings_that_stand_once_give_the_losses_and_gradients_of_all(name: str) -> None:
+    rng = np.random.default_rng(5)
+    base, rows = rng.integers(1, 97, 40).tolist(), []
+    for begin in (20, 20, 0, 33, 33, 12, 20):
+        ids = base[:begin] + rng.integers(1, 97, rng.integers(2, 12)).tolist()
+        start = int(rng.integers(max(begin, 1), len(ids)))
+        rows.append({"input_ids": ids, "labels": [IGNORE] * start + ids[start:]})
+    pair = [{key: rows[0][key] + rows[1][key] for key in rows[0]}]  # Of packed rows, too.
+    pair[0]["seq_lengths"] = [len(row["input_ids"]) for row in rows[:2]]
+    attention_kernels.register()
+    model = model_of(ISOLATING[name], "torch_varlen")
+    sharing, apart = Collator(0, "flat", 8, shares=True), Collator(0, "flat", 8)
+    assert isolates(model, sharing)
+    for examples in (rows, pair + rows[2:], rows[:1]):
+        found = []
+        for collator in (apart, sharing):
+            batch = collator(examples)
+            tokens, examples_of = batch["input_ids"].shape[1], collator.examples_of(examples, batch)
+            labels, positions = batch.pop("labels").roll(-1)[0], batch.pop("label_positions")
+            batch.pop("text_mask", None)
+            model.zero_grad()
+            losses = torch.nn.functional.cross_entropy(model(**batch).logits[0], labels, reduction="none")
+            trained = labels[positions] != IGNORE
+            places, first = np.unique(positions[trained].numpy(), return_index=True)
+            of_each = torch.zeros(len(examples)).index_add(0, examples_of[trained][first], losses[torch.tensor(places)])
+            of_each.sum().backward()
+            found.append((tokens, of_each.detach(), [each.grad.clone() for each in model.parameters()]))
+        assert found[1][0] < found[0][0] or len(examples) == 1
+        torch.testing.assert_close(found[1][1], found[0][1])
+        for one, other in zip(found[1][2], found[0][2], strict=True):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed", "flat"])
 def test_positions_of_labels_are_those_before_trained_tokens(layout: Any) -> None:
     rows = [example([1, 2, 3, 4]), example([5, 6, 7, 8, 9, 10])]

@@ -218,3 +218,27 @@ def test_the_longest_sequence_is_in_a_step_for_certain() -> None:
         assert dealt.fullest == 4096 and dealt.tokens >= 10
     alone = DataStatistics(1, 4096, 1, 1, 1, spread).dealt(4, 4, True)
     assert alone.fullest == 4096
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_documents_begin_with_alike_is_counted_once(tmp_path: Path, packing: bool) -> None:
+    """Of micro-batches as training deals and lays them out."""
+    said = [{"role": "system", "content": "fox " * 30}, {"role": "user", "content": "fox"}]
+    talks = ([*said, {"role": "assistant", "content": f"{n} " + "the " * (5 + n % 20)}] for n in range(200))
+    file = write_jsonl(tmp_path / "a.jsonl", ({"messages": talk} for talk in talks))
+    wanted = recipe(file, seq_len=256, packing=packing).with_values(
+        {"batch.global_batch_size": 8, "batch.micro_batch_size": 4, "data.eval_split": None}
+    )
+    prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
+    figures = prepared.statistics
+    assert figures is not None and all(each > 30 for each in figures.in_common)
+    layout = batch_layout(wanted, 1)
+    dealt = figures.dealt(8, layout.micro_batches, True)
+    collator = Collator(0, "flat", shares=True)
+    batches = micro_batches(wanted, prepared.train, collator, layout, steps=20)
+    tokens = [collator([prepared.train[row] for row in rows])["input_ids"].shape[1] for rows in batches.between(0, 20)]
+    assert dealt.tokens == pytest.approx(np.mean(tokens), rel=0.03)
+    # The fullest packed rows have more documents than usual ones, of which the plan knows no more.
+    assert 0.97 < dealt.fullest / max(tokens) < (1.15 if packing else 1.05)
+    apart = figures.tokens / figures.rows * 4
+    assert apart - figures.shared(4) == pytest.approx(np.mean(tokens), rel=0.03) and np.mean(tokens) < 0.6 * apart

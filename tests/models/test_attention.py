@@ -271,23 +271,32 @@ def reference(
 
 
 def documents_stay_alone(model: Any) -> bool:
-    """Whether an architecture computes documents given by their boundaries as its own eager attention does one by one.
+    """Whether an architecture computes documents given by their boundaries as its own eager attention does one by one,
+    also where what two of them begin with stands once.
 
     They are longer than the windows of tiny models, and so is a row.
     """
     ids, lengths = [5 + 7 * n % 100 for n in range(100)], [45, 3, 52]
+    ids[48:78] = ids[:30]
     row = {"input_ids": ids, "labels": [-100] * 100, "seq_lengths": lengths}
-    batch = OutputHead.plain(None, Collator(0, "flat")([row]))  # type: ignore[arg-type]
+    batch, once = (
+        OutputHead.plain(None, Collator(0, "flat", shares=shares)([row]))  # type: ignore[arg-type]
+        for shares in (False, True)
+    )
     with torch.no_grad():
         model.set_attn_implementation("eager")
         one_by_one = [model(input_ids=torch.tensor([part]), use_cache=False).logits[0] for part in parts(ids, lengths)]
         model.set_attn_implementation("torch_varlen")
         try:
             found = model(**batch, use_cache=False).logits[0]
+            shared = model(**once, use_cache=False).logits[0]
         except (TypeError, ValueError):
             return False
     expected = torch.cat(one_by_one)
-    return bool((found - expected).abs().max() <= 1e-4 * expected.abs().max().clamp(min=1))
+    beginning, *documents = once["key_places"].tensor_split(once["cu_seq_lens_k"][1:-1].long())
+    assert len(beginning) == 30 and list(map(len, documents)) == lengths
+    close = 1e-4 * expected.abs().max().clamp(min=1)
+    return all(bool((each - expected).abs().max() <= close) for each in (found, shared[torch.cat(documents)]))
 
 
 def parts(ids: list[int], lengths: list[int]) -> Iterator[list[int]]:

@@ -56,6 +56,11 @@ _CASES = {
     "moe": ["model.path=moe"],
     "llama_taught": _TAUGHT,
     "blenderbot": _PAIRS,
+    # What all conversations begin with is computed once.
+    "llama_conversations": [
+        *("objective=sft", "data.sources=[conversations.jsonl]", "batch.seq_len=512"),
+        *("batch.global_batch_size=8", "batch.micro_batch_size=4"),
+    ],
     # Questions are short and their passages long: end to end nothing is padded.
     "llama_embedding": ["objective=embedding", "data.sources=[related.jsonl]"],
 }
@@ -109,7 +114,20 @@ def folder(tmp_path_factory):
     ]
     related = [{"anchor": f"{index:02d} what?", "positive": f"{index:02d} {_LONG}"} for index in range(40)]
     alike = [{"text": _LONG}] * 40
-    named = (("text", texts), ("pairs", pairs), ("mixed", mixed), ("alike", alike), ("related", related))
+    begin = {"role": "system", "content": _LONG}
+    talks = [
+        [begin, {"role": "user", "content": f"{index:02d}?"}, {"role": "assistant", "content": _LONG}]
+        for index in range(40)
+    ]
+    conversations = [{"messages": talk} for talk in talks]
+    named = (
+        ("conversations", conversations),
+        ("text", texts),
+        ("pairs", pairs),
+        ("mixed", mixed),
+        ("alike", alike),
+        ("related", related),
+    )
     for name, each in named:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
     write_recipe(folder, "full_rows", _RECIPE)

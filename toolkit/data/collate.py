@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from toolkit.common import UserError
 from toolkit.data.rows import IGNORE
+from toolkit.data.shared_prefixes import Row, documents_in
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 Layout = Literal["padded", "packed", "flat", "pairs"]
 TWO_DOCUMENTS = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "labels": [IGNORE] * 8, "seq_lengths": [4, 4]}
 """A row of two, with which it is asked whether they are kept apart."""
+_TWO_ALIKE = {"input_ids": [*range(1, 11), *range(1, 9), 12, 13], "labels": [IGNORE] * 20, "seq_lengths": [10, 10]}
+"""The same of two that begin alike, by eight tokens."""
 _POSITIONS = 16
 """Few different sizes: kernels are made anew for each, and tensor cores want a multiple of 8."""
 
@@ -35,7 +38,8 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
 
     Many models take `position_ids` and still look across documents (OPT, Falcon, models with recurrent layers), so
     this asks the model: the gradient of the second document's logits with respect to the first document's embeddings
-    must be exactly zero. It runs one forward and backward pass over eight tokens and leaves no gradients behind.
+    must be exactly zero. Where what documents share stands once, the second must see that, and still not the first's
+    own. It runs a forward and backward pass over some tokens and leaves no gradients behind.
     Call it under the autocast that training uses: FlashAttention's kernels take half precision only.
 
     Args:
@@ -51,8 +55,17 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
     base = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
     if "position_ids" not in inspect.signature(base.forward).parameters:
         return False
+    whole = _gradient(model, base, collator([TWO_DOCUMENTS]), 4, device)
+    isolated = bool((whole[:4] == 0).all() and (whole[4:8] != 0).any())
+    if isolated and collator.shares:
+        shared = _gradient(model, base, collator([_TWO_ALIKE]), 10, device)
+        isolated = bool((shared[8:10] == 0).all() and (shared[7] != 0).any() and (shared[10:12] != 0).any())
+    return isolated
+
+
+def _gradient(model: Any, base: Any, batch: dict[str, Any], start: int, device: torch.device | None) -> torch.Tensor:
+    """(tokens, width) the gradient of the logits of the two or four tokens from `start` on by the embeddings."""
     embeddings = base.get_input_embeddings()
-    batch = collator([TWO_DOCUMENTS])
     for name in ("labels", "label_positions", "text_mask"):
         batch.pop(name, None)
     device = device or embeddings.weight.device
@@ -75,11 +88,11 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
                     "set model.path to a model whose weights are whole, or precision=fp32 where 16 bits do not hold "
                     "what it computes",
                 )
-            (gradient,) = torch.autograd.grad(logits[4:8].square().sum(), embedded[0])
+            (gradient,) = torch.autograd.grad(logits[start : start + 4].square().sum(), embedded[0])
     finally:
         handle.remove()
         model.train(training)
-    return bool((gradient[0, :4] == 0).all() and (gradient[0, 4:] != 0).any())
+    return gradient[0]
 
 
 @dataclass(frozen=True)
@@ -93,7 +106,9 @@ class Collator:
             document of its own. `use_cache` is off, because Transformers looks for documents only without a cache.
         flat: all documents in one row, `input_ids`, `labels`, `position_ids`, each (1, T), with `cu_seq_lens_q`,
             `cu_seq_lens_k` (documents + 1,) int32 and `max_length_q`, `max_length_k` as host integers, which saves
-            every layer a wait for the device.
+            every layer a wait for the device. With `shares`, beginnings that documents have in common stand once, see
+            `shared_prefixes`: what is end to end are segments, `cu_seq_lens_k` and `max_length_k` are of the keys that
+            each attends to, and `key_places` (sum of these,) says where in the row they are.
         pairs: as `padded`, for encoder-decoder rows: `labels` (B, longest target) have a length of their own, and the
             model shifts them into decoder inputs itself.
 
@@ -111,6 +126,7 @@ class Collator:
         longest: But not beyond so many tokens: some models have no more positions.
         lone: Whether a row by itself is filled up too. Without padding no mask is needed, and CUDA's kernels without
             one are twice as fast.
+        shares: Whether what documents of a `flat` row have in common stands once.
     """
 
     pad_token_id: int
@@ -118,6 +134,7 @@ class Collator:
     pad_to_multiple_of: int = 1
     longest: int | None = None
     lone: bool = True
+    shares: bool = False
 
     @property
     def whole(self) -> Collator:
@@ -140,7 +157,10 @@ class Collator:
             for row, documents in zip(labels, lengths, strict=True):
                 assert documents.sum() == len(row), "seq_lengths do not add up to the row"
                 assert (row[documents.cumsum() - documents] == IGNORE).all(), "the first token of a document is trained"
-        if self.layout == "flat":
+        shared = Row.of(documents_in(examples)) if self.shares else None
+        if shared:
+            ids, labels, lengths = [shared.ids], [shared.labels], [shared.lengths]
+        elif self.layout == "flat":
             ids, labels, lengths = ([np.concatenate(each)] for each in (ids, labels, lengths))
         assert self.layout != "padded" or all(len(each) == 1 for each in lengths), "packed rows need isolation"
 
@@ -158,10 +178,16 @@ class Collator:
         batch["position_ids"] = torch.from_numpy(np.stack([_positions(each) for each in lengths]))
         if self.layout == "packed":
             batch["use_cache"] = False
-        else:
-            boundaries = torch.from_numpy(np.append(0, lengths[0].cumsum()).astype(np.int32))
-            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = boundaries
-            batch["max_length_q"] = batch["max_length_k"] = int(lengths[0].max())
+            return batch
+        keys = lengths[0]
+        if shared:
+            (pad,), end = pads, len(shared.ids)
+            keys = np.append(shared.keys, pad) if pad else shared.keys
+            batch["position_ids"][0, :end] = torch.from_numpy(shared.positions)
+            batch["key_places"] = torch.from_numpy(np.append(shared.places, np.arange(end, end + pad)))
+        for side, each in (("q", lengths[0]), ("k", keys)):
+            batch[f"cu_seq_lens_{side}"] = torch.from_numpy(np.append(0, each.cumsum()).astype(np.int32))
+            batch[f"max_length_{side}"] = int(each.max())
         return batch
 
     def tokens(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -182,6 +208,9 @@ class Collator:
         if self.layout != "flat":
             return places // width
         ends = torch.tensor([len(example["input_ids"]) for example in examples]).cumsum(0)
+        if self.shares:
+            last = np.cumsum([len(example.get("seq_lengths", [0])) for example in examples]) - 1
+            ends = torch.from_numpy(Row.of(documents_in(examples)).ends[last])
         return torch.bucketize(places, ends, right=True).clamp(max=len(examples) - 1)
 
     def mask(self, rows: list[NDArray[np.int64]], guessed: bool) -> dict[str, torch.Tensor]:

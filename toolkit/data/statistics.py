@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from toolkit.cache import cache_dir, find, keep
 from toolkit.recipe import Recipe
 
-FORMAT = 5
+FORMAT = 6
 """Raise when the same recipe and files would have other figures."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -70,6 +70,8 @@ class DataStatistics:
         end_to_end: `quantiles` of rows of several texts that lie end to end, where the mean of a row's texts counts;
             empty where rows have one text, or only such of one length.
         longest_eval_end_to_end: `longest_eval` of such rows.
+        in_common: Tokens that each further document of a micro-batch of 2, 4, 8 … has in common with others, on
+            average, where these are computed once; empty where there are none.
     """
 
     rows: int
@@ -85,6 +87,7 @@ class DataStatistics:
     sample: str = ""
     end_to_end: tuple[float, ...] = ()
     longest_eval_end_to_end: float = 0.0
+    in_common: tuple[float, ...] = ()
 
     @property
     def mean_length(self) -> float:
@@ -102,6 +105,16 @@ class DataStatistics:
     def alike(self, length: float) -> DataStatistics:
         """The same with sequences that all take so many tokens."""
         return dataclasses.replace(self, quantiles=(length, length), end_to_end=())
+
+    def shared(self, sequences: Any) -> Any:
+        """Tokens of so many sequences together, a number or an array of them, that are computed for others of them."""
+        import numpy as np
+
+        if not self.in_common:
+            return 0.0 * sequences
+        documents = np.maximum(sequences * self.documents / self.rows, 1.0)
+        each = np.interp(np.log2(documents), np.arange(1, len(self.in_common) + 1), self.in_common)
+        return each * (documents - 1)
 
     @functools.cache  # noqa: B019 (there are few figures)
     def dealt(self, size: int, count: int, flat: bool, each: int = 1) -> Dealt:
@@ -126,7 +139,7 @@ class DataStatistics:
         unit = 1 if flat else ALIGNED
         widths = np.ceil(lengths / unit).astype(np.int64) * unit
         cuts = cut(-np.sort(-widths, axis=1), count, flat)
-        tokens, longest = each * cuts.tokens, cuts.longest
+        tokens, longest = each * cuts.tokens - (self.shared(cuts.rows) if flat else 0), cuts.longest
         return Dealt(*map(float, (tokens.mean(), (tokens * longest).mean(), longest.mean(), tokens.max())))
 
 

@@ -222,6 +222,7 @@ def varlen_attention(
     cu_seq_lens_k: Any = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    key_places: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
     """Causal attention within documents, through torch's variable-length FlashAttention where it runs.
@@ -234,6 +235,8 @@ def varlen_attention(
         cu_seq_lens_k: Those of the keys, where they differ; a document's queries are then those of its last tokens.
         max_length_q: Longest document, a host integer.
         max_length_k: The same of the keys.
+        key_places: (sum of the keys' lengths,) where in the row the keys of each document are, where some are of
+            several; see `collate.Collator`.
 
     Returns:
         (batch, tokens, num_heads, head_dim), and no attention weights.
@@ -246,6 +249,8 @@ def varlen_attention(
             raise ValueError("torch_varlen attention takes cu_seq_lens, no padding and no cache; use sdpa for these")
         cu_seq_lens_q = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=query.device)
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in to_compute(query, key, value))
+    if key_places is not None:
+        k, v = (varlen.taken(each, key_places) for each in (k, v))
     scale = size**-0.5 if scaling is None else scaling
     boundaries = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
     longest = (max_length_q or tokens, max_length_k or max_length_q or tokens)

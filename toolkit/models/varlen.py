@@ -178,6 +178,40 @@ def _gradients(ctx: Any, gradient: torch.Tensor, of_sums: Any) -> tuple[Any, ...
 flash_attention.register_autograd(_gradients, setup_context=_keep)
 
 
+@torch.library.custom_op("toolkit::taken", mutates_args=())
+def taken(each: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """(places, heads, size) of (tokens, heads, size): keys or values of which documents share some. Gradients of one
+    token are added in fp32."""
+    return each.index_select(0, places)
+
+
+@torch.library.custom_op("toolkit::taken_backward", mutates_args=())
+def _put_back(gradient: torch.Tensor, places: torch.Tensor, tokens: int) -> torch.Tensor:
+    total = torch.zeros(tokens, *gradient.shape[1:], dtype=torch.float32, device=gradient.device)
+    return total.index_add_(0, places, gradient.float()).to(gradient.dtype)
+
+
+@taken.register_fake
+def _(each: Any, places: Any) -> Any:
+    return each.new_empty(places.shape[0], *each.shape[1:])
+
+
+@_put_back.register_fake
+def _(gradient: Any, places: Any, tokens: int) -> Any:
+    return gradient.new_empty(tokens, *gradient.shape[1:])
+
+
+def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    each, places = inputs
+    ctx.tokens = each.shape[0]
+    ctx.save_for_backward(places)
+
+
+taken.register_autograd(
+    lambda ctx, gradient: (_put_back(gradient, *ctx.saved_tensors, ctx.tokens), None), setup_context=_keep_places
+)
+
+
 def _with_rows(each: torch.Tensor) -> torch.Tensor:
     """The kernels read heads whose numbers lie side by side."""
     return each if each.stride(-1) == 1 else each.contiguous()

@@ -29,7 +29,7 @@ from toolkit.planner.trace.setting import Setting, setting_of
 from toolkit.planner.trace.store import Tracing
 from toolkit.planner.trace.types import Trace
 from toolkit.planner.workload import Workload
-from toolkit.recipe import Recipe, compilation, model_configs
+from toolkit.recipe import Recipe, compilation, model_configs, prefixes
 from toolkit.recipe.precisions import FP8_SCALING
 from toolkit.recipe.teaching import of_teacher
 
@@ -50,6 +50,7 @@ class Question:
         """See `search.Estimate`."""
         layout, device = batch_layout(recipe, hardware.devices), hardware.device
         backend, why = kernels.backend(recipe, hardware, self.config, self.statistics)
+        counted = self._counted(recipe, backend)
         per_row, longest = self._fullest(recipe, layout, backend)
         fullest = dataclasses.replace(layout, seq_len=per_row)
         setting = setting_of(recipe, self.config, device.kind, backend, fullest)
@@ -74,7 +75,7 @@ class Question:
         if recipe.writes:
             workload = dataclasses.replace(workload, cache=cache_of(self.config, trace.whole(), longest))
         if layout.pipeline > 1:
-            load = micro_load(recipe, layout, self.statistics, backend)
+            load = micro_load(recipe, layout, counted, backend)
             balanced = bool(model_configs.text_config(self.config).get("router_aux_loss_coef"))
             workload = dataclasses.replace(
                 workload,
@@ -92,7 +93,7 @@ class Question:
         drives = disk(workload)
         worked = functools.partial(
             work,
-            counted=self.statistics,
+            counted=counted,
             price=self.price,
             attention=backend,
             experts=experts,
@@ -110,7 +111,6 @@ class Question:
         if workers == "auto":
             workers, takes = loader_workers(recipe, layout, hardware, done)
             chosen["data.num_workers"] = f"{workers}: {takes}"
-        counted = self.statistics
         targets = counted.longest_target if counted else None
         largest = dataclasses.replace(
             workload,
@@ -119,6 +119,7 @@ class Question:
             trace=kept,
             longest=longest,
             target_len=targets and min(targets, longest),
+            keys_again=_keys_again(counted, layout),
             evaluation_len=max(fullest.seq_len, self._evaluated(recipe, layout, backend)),
             recipe=recipe.with_values({"compile": compiles, "data.num_workers": workers}),
         )
@@ -163,7 +164,10 @@ class Question:
             serving=serving(recipe.method, self.config, trace.whole(), device.memory, self.context or layout.seq_len),
             advice=[],
             origin=trace.origin,
-            notes=[*filter(None, [why, uncompiled]), *notes_of(recipe, hardware, trace, done, self.config)],
+            notes=[
+                *filter(None, [why, uncompiled, _shared(counted, layout)]),
+                *notes_of(recipe, hardware, trace, done, self.config),
+            ],
         )
 
     def _teacher(
@@ -181,17 +185,24 @@ class Question:
             return None
         return Workload(teaches, layout, hardware, trace, experts=model_configs.experts(config))
 
+    def _counted(self, recipe: Recipe, backend: str) -> DataStatistics | None:
+        """The figures of the data as it is computed."""
+        if self.statistics is None or prefixes.are_shared(recipe, self.config, backend):
+            return self.statistics
+        return dataclasses.replace(self.statistics, in_common=())
+
     def _backend(self, recipe: Recipe, hardware: Hardware) -> str:
         return kernels.backend(recipe, hardware, self.config, self.statistics)[0]
 
     def _fullest(self, recipe: Recipe, layout: BatchLayout, backend: str) -> tuple[int, int]:
         """Tokens of the fullest micro-batch, by which memory is planned, for each of its rows on average, and tokens of
         the longest row."""
-        if self.statistics is None:
+        counted = self._counted(recipe, backend)
+        if counted is None:
             return layout.seq_len, layout.seq_len
         flat = backend in attention.VARLEN
-        longest = min(layout.seq_len, math.ceil(self.statistics.lengths(flat)[-1]))
-        dealt = self.statistics.dealt(layout.global_batch_size, layout.micro_batches, flat, layout.answers)
+        longest = min(layout.seq_len, math.ceil(counted.lengths(flat)[-1]))
+        dealt = counted.dealt(layout.global_batch_size, layout.micro_batches, flat, layout.answers)
         per_row = min(longest, math.ceil(dealt.fullest / layout.in_sequences.micro_batch_size))
         return per_row, per_row if flat else longest
 
@@ -275,6 +286,20 @@ def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) ->
     if hardware.node.nvme_bytes is not None:
         fits.append(into("NVMe", hardware.node.nvme_bytes, drives.nvme, "optimizer"))
     return max(fits, key=lambda each: (("yes", "tight", "no").index(each.answer), each.needed / each.available))
+
+
+def _shared(counted: DataStatistics | None, layout: BatchLayout) -> str:
+    """A note on beginnings that are computed once; empty where that is less than a hundredth of what there is."""
+    rows = layout.micro_batch_size
+    share = counted.shared(rows) / (rows * counted.mean_length) if counted else 0.0
+    return f"{share:.0%} of the tokens begin conversations alike and are computed once" if share >= 0.01 else ""
+
+
+def _keys_again(counted: DataStatistics | None, layout: BatchLayout) -> float:
+    """See `Workload.keys_again`: each beginning is there once more than it is left out."""
+    rows = layout.micro_batch_size
+    documents = rows * counted.documents / counted.rows if counted else 1.0
+    return float(counted.shared(rows)) * documents / (documents - 1) if counted and documents > 1 else 0.0
 
 
 def _strategy(recipe: Recipe) -> str:

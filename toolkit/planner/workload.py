@@ -33,7 +33,7 @@ class Load:
 
     Args:
         tokens: Padding not counted.
-        padded: With it.
+        padded: With it, and without those that are computed for others, see `prefixes.are_shared`.
         within: Pairs of positions within documents.
         attended: Pairs that the attention kernel works through.
         grid: Pairs of the padded sequences.
@@ -52,6 +52,14 @@ class Load:
     scored: float
     kernel: str = "sdpa"
     stretch: float = 1.0
+
+    def sharing(self, tokens: float, beginning: float) -> Load:
+        """The same where so many tokens are computed for others, each document beginning with `beginning` of them."""
+        pairs = tokens * beginning
+        fewer = {"within": pairs, "attended": pairs / 2, "grid": pairs}
+        return dataclasses.replace(
+            self, padded=self.padded - tokens, **{key: getattr(self, key) - each for key, each in fewer.items()}
+        )
 
     def divided(self, parts: int) -> Load:
         """What one of several processes has that share rows."""
@@ -77,7 +85,10 @@ class Workload:
     """Tokens of a row in the fullest batch of an evaluation, where they differ from those of a micro-batch."""
 
     heads: tuple[int, int, int] = (0, 0, 0)
-    """See `model_configs.attention_widths`; asked where processes share rows."""
+    """See `model_configs.attention_widths`; asked where processes share rows, or documents their beginnings."""
+    keys_again: float = 0.0
+    """Tokens whose keys and values are there for a document beside those that are computed, see
+    `prefixes.are_shared`."""
     stages: tuple[int, ...] = ()
     """Layers of each stage of a pipeline, where there is one."""
     place: int | None = None

@@ -23,13 +23,16 @@ from toolkit.recipe.precisions import FP8_SCALING
 Collates = Collator | PartCollator | AnswerCollator | JudgedCollator | PromptCollator | HeadCollator
 
 
-def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part: int = 0) -> Collates:
+def collator(
+    recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part: int = 0, shares: bool = False
+) -> Collates:
     """What lays out the rows of a micro-batch.
 
     Args:
         backend: Attention, a key of `attention.IMPLEMENTATIONS`.
         compiles: Whether the layers are compiled.
         part: Which part of each row this process has, where several share them.
+        shares: See `prefixes.are_shared`.
     """
     if recipe.headed:
         texts = Collator(tokenizer.pad_token_id, "padded", ALIGNED, longest=recipe.batch.seq_len)
@@ -50,7 +53,7 @@ def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part:
         parts, chunks = recipe.parallel.sharing, 2 if recipe.parallel.context > 1 else 1
         # Gradients of weights in fp8 are summed over units of 16 tokens, to which torchao would copy all that is fewer.
         unit = ALIGNED if on_cpu else 16 if recipe.precision in FP8_SCALING else 1
-        flat = Collator(tokenizer.pad_token_id, "flat", math.lcm(parts * chunks, unit))
+        flat = Collator(tokenizer.pad_token_id, "flat", math.lcm(parts * chunks, unit), shares=shares)
         return flat if parts == 1 else PartCollator(flat, part, parts, chunks)
     if backend == "flex":
         return Collator(tokenizer.pad_token_id, layout, attention.FLEX_BLOCK)

@@ -25,7 +25,7 @@ from toolkit.models.cast_choice import drops_casts, keeps_casts
 from toolkit.models.load import ModelSource
 from toolkit.models.step_casts import StepCasts, drop_with_layers
 from toolkit.models.teacher import load_teacher
-from toolkit.recipe import Loaded, Recipe
+from toolkit.recipe import Loaded, Recipe, prefixes
 from toolkit.recipe.problem import warn
 from toolkit.recipe.rules import warnings_of_length
 from toolkit.recipe.sections import EVA_ROWS
@@ -130,6 +130,7 @@ def _trainer(decided: Decided, arguments: TrainingArguments, trained: TrainedMod
     world, prepared, tokenizer, compiles = decided.world, decided.prepared, decided.tokenizer, decided.compiles
     train = prepared.train.divided(world.world_size) if isinstance(prepared.train, Stream) else prepared.train
     train, held_out = with_numbers(recipe, train, prepared.eval)
+    shares = prefixes.are_shared(recipe, decided.source.config.to_dict(), decided.attention)
     # TRL turns adapters on a base of nf4 or int8 to bf16, which rounds them.
     adapters = [each for each in trained.model.parameters() if each.requires_grad] if recipe.method.quantization else []
     masters = [(each, each.data) for each in adapters]
@@ -139,7 +140,9 @@ def _trainer(decided: Decided, arguments: TrainingArguments, trained: TrainedMod
         # Lists of numbers take longer to turn into tensors than the rest of a batch.
         train_dataset=train.with_format("numpy"),
         eval_dataset=held_out,
-        data_collator=collator(recipe, decided.attention, tokenizer, compiles, layout.part_of_rows(world.rank)),
+        data_collator=collator(
+            recipe, decided.attention, tokenizer, compiles, layout.part_of_rows(world.rank), shares=shares
+        ),
         processing_class=tokenizer,
     )
     trainer.schedule = recipe.parallel.schedule

@@ -179,7 +179,8 @@ class _RankMemory:
         if not fullest or phase == "evaluation":
             return fullest
         compiled = self._compiled() if phase == "backward" else 0.0
-        return _add(fullest, {"casts": self._cast(), "activations": compiled + self._exchanged()})
+        again = self._keys_again(phase == "backward")
+        return _add(fullest, {"casts": self._cast(), "activations": compiled + self._exchanged() + again})
 
     def _generation(self, base: Parts) -> Parts:
         """While answers are generated: what the sequences keep, and the fullest moment of a pass over their prompts;
@@ -225,10 +226,20 @@ class _RankMemory:
         # What is gathered of context is traced, and this with it.
         if self.on_cpu or layout.sequence == 1:
             return 0.0
+        return self._layers_kept() * self.engine.shape.tokens * heads / layout.tensor * size * WIDTH[self.types.compute]
+
+    def _keys_again(self, backward: bool) -> float:
+        """Keys and values of beginnings that documents have in common, which attention gets for each of them; in the
+        backward pass their gradients in one layer, too."""
+        (_, shared, size), tensor = self.workload.heads, self.layout.tensor
+        layers = self._layers_kept() + backward
+        return layers * self.workload.keys_again * 2 * shared / tensor * size * WIDTH[self.types.compute]
+
+    def _layers_kept(self) -> float:
+        """Layers whose activations are there at once."""
         checkpointing = self.recipe.activation_checkpointing
         recomputed = 1 / checkpointing.every_n_layers if checkpointing.of_layers else 0.0
-        layers = max(1.0, self.trace.layers * (1 - recomputed))
-        return layers * self.engine.shape.tokens * heads / layout.tensor * size * WIDTH[self.types.compute]
+        return max(1.0, self.trace.layers * (1 - recomputed))
 
     def _cast(self) -> float:
         """The adapters' 16-bit copies, which stay for a whole step (`models.step_casts`). Without checkpointing a trace

@@ -142,12 +142,13 @@ def flops(recipe: Recipe, trace: Trace, load: Load, passes_before: bool = False)
     trained tokens. The second have recomputed layers, padding, the pairs that the kernel does not skip, and what is
     passed over before (see `Workload.passes_before`). What a teacher computes is added to the second alone.
     """
-    passes, layers, share = trace.passes, trace.layers, load.scored / load.tokens
+    passes, layers, tokens = trace.passes, trace.layers, min(load.tokens, load.padded)
+    share = load.scored / tokens
     # A decoder's mask hides half of the pairs. Of an encoder-decoder all are counted: most of it is not causal.
     pairs = load.within * (1.0 if recipe.objective == "seq2seq" else 0.5)
-    useful = _once(passes).of(layers, load.tokens, load.within, load.longest, share)
+    useful = _once(passes).of(layers, tokens, load.within, load.longest, share)
     for name, sign in (("forward", 1), ("backward", 1), ("recompute", -1)):
-        useful += sign * passes[name].attention.of(layers, load.tokens, pairs, load.longest)
+        useful += sign * passes[name].attention.of(layers, tokens, pairs, load.longest)
     done = 0.0
     for name in ("forward", "backward", *(["evaluation"] if passes_before else [])):
         done += _executed(trace, name, load)
@@ -199,7 +200,9 @@ def _micro_load(recipe: Recipe, layout: BatchLayout, counted: DataStatistics | N
     squared = counted.squared_tokens / counted.rows
     trained = counted.trained_tokens / counted.tokens
     dealt = counted.dealt(layout.global_batch_size, layout.micro_batches, backend in VARLEN, layout.answers)
-    return load_of(recipe, backend, size, counted.mean_length, squared, dealt, trained)
+    shared, documents = float(counted.shared(size)), size * counted.documents / counted.rows
+    load = load_of(recipe, backend, size, counted.mean_length, squared, dealt, trained)
+    return load.sharing(shared, shared / (documents - 1)) if shared else load
 
 
 def load_of(
