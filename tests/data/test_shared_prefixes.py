@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from toolkit.data.rows import IGNORE
-from toolkit.data.shared_prefixes import LEAST, Document, Row, documents_in, in_common, segments
+from toolkit.data.shared_prefixes import LEAST, Document, Row, documents_in, in_common
 
 
 def document(ids: list[int], trained_from: int | None) -> Document:
@@ -34,24 +34,22 @@ def drawn(rng: np.random.Generator, count: int) -> list[Document]:
 def test_every_document_stands_in_the_row_with_its_positions_and_its_own_labels(seed: int) -> None:
     rng = np.random.default_rng(seed)
     documents = drawn(rng, int(rng.integers(1, 30)))
-    row, parts = Row.of(documents), segments(documents)
-    assert len(row.ids) == len(row.labels) == len(row.positions) == row.lengths.sum() == sum(map(len, parts))
+    row, own = Row.of(documents), 0
+    assert len(row.ids) == len(row.labels) == len(row.positions) == row.lengths.sum()
     assert len(row.ids) <= sum(len(each.ids) for each in documents)
-    ends = row.lengths.cumsum()
-    own = 0
-    for part, keys, places in zip(parts, row.keys, np.split(row.places, row.keys.cumsum()[:-1]), strict=True):
+    for length, keys, places in zip(row.lengths, row.keys, np.split(row.places, row.keys.cumsum()[:-1]), strict=True):
         # It attends to its document from the first token on, the last of which are its own.
-        assert len(places) == keys == part.end
-        assert (row.ids[places] == documents[part.document].ids[: part.end]).all()
-        assert (row.positions[places] == np.arange(part.end)).all()
-        if not part.last:
-            assert len(part) >= LEAST and (row.labels[places[part.start :]] == IGNORE).all()
+        assert len(places) == keys and (row.positions[places] == np.arange(keys)).all()
+        start = keys - length
+        assert (np.diff(places[start:]) == 1).all()
+        if places[-1] + 1 not in row.ends:
+            assert length >= LEAST and (row.labels[places[start:]] == IGNORE).all()
             continue
         its = documents[own]
-        assert part.document == own and part.end == len(its.ids) and row.ends[own] == places[-1] + 1 in ends
+        assert row.ends[own] == places[-1] + 1 and row.ids[places].tolist() == its.ids.tolist()
         # With the token before the first label, by which that is predicted.
-        assert (row.labels[places[part.start :]] == its.labels[part.start :]).all()
-        assert (its.labels[: part.start + 1] == IGNORE).all()
+        assert (row.labels[places[start:]] == its.labels[start:]).all()
+        assert (its.labels[: start + 1] == IGNORE).all()
         own += 1
     assert own == len(documents)
 

@@ -7,10 +7,9 @@ of each document attends to it and to itself. Losses and gradients are the same 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +22,7 @@ LEAST = 8
 Array = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """Tokens and labels of one document, (length,) each."""
 
     ids: Array
@@ -33,61 +31,9 @@ class Document:
     @property
     def free(self) -> int:
         """So many of its first tokens no loss is asked of: they come before the one that predicts the first label."""
-        trained = np.flatnonzero(self.labels != IGNORE)
-        return max(0, (int(trained[0]) if len(trained) else len(self.ids)) - 1)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of a document, computed once for all that have it.
-
-    Args:
-        document: Number of a document that has it.
-        start: Its first token there.
-        end: The one behind its last.
-        before: The segments that these tokens follow, from the document's first token on.
-        last: Whether the document ends with it.
-    """
-
-    document: int
-    start: int
-    end: int
-    before: tuple[Segment, ...] = ()
-    last: bool = True
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-    def of(self, values: Array) -> Array:
-        """Its part of what a document has for each token."""
-        return values[self.start : self.end]
-
-
-def segments(documents: Sequence[Document]) -> list[Segment]:
-    """What is to be computed of documents: the last segment of each in their order, behind those that it is the first
-    to need."""
-    last: dict[int, Segment] = {}
-
-    def divide(numbers: list[int], start: int, before: tuple[Segment, ...]) -> None:
-        """Of documents that are alike up to `start` and beyond, the last segments, behind those that they share."""
-        if len(numbers) == 1:
-            (number,) = numbers
-            last[number] = Segment(number, start, len(documents[number].ids), before)
-            return
-        alike = _alike([documents[number] for number in numbers], start)
-        if alike - start >= LEAST:
-            before = (*before, Segment(numbers[0], start, alike, before, last=False))
-            start = alike
-        # They are parted by their next token, and those of which no further one is free go alone.
-        following = {number: int(documents[number].ids[alike]) for number in numbers if documents[number].free > alike}
-        for _, same in itertools.groupby(sorted(following, key=following.__getitem__), key=following.__getitem__):
-            divide(list(same), start, before)
-        for number in (each for each in numbers if each not in following):
-            divide([number], start, before)
-
-    divide(list(range(len(documents))), 0, ())
-    whole = ([*last[number].before, last[number]] for number in range(len(documents)))
-    return list(dict.fromkeys(itertools.chain.from_iterable(whole)))
+        trained = self.labels != IGNORE
+        first = int(trained.argmax()) if len(trained) else 0
+        return max(0, (first if first or trained[:1].any() else len(trained)) - 1)
 
 
 def documents_in(rows: Iterable[Mapping[str, Any]]) -> list[Document]:
@@ -95,9 +41,55 @@ def documents_in(rows: Iterable[Mapping[str, Any]]) -> list[Document]:
     found = []
     for row in rows:
         ids, labels = (np.asarray(row[name], dtype=np.int64) for name in ("input_ids", "labels"))
-        ends = np.cumsum(row.get("seq_lengths", [len(ids)]))[:-1]
+        lengths = row.get("seq_lengths", ())
+        if len(lengths) < 2:
+            found.append(Document(ids, labels))
+            continue
+        ends = np.cumsum(lengths)[:-1]
         found += [Document(*each) for each in zip(np.split(ids, ends), np.split(labels, ends), strict=True)]
     return found
+
+
+class Segment(NamedTuple):
+    """A part of a document, computed once for all that have it.
+
+    Args:
+        document: Number of a document that has it.
+        start: Its first token there.
+        end: The one behind its last.
+        before: Numbers of the shared segments that these tokens follow, from the document's first token on.
+    """
+
+    document: int
+    start: int
+    end: int
+    before: tuple[int, ...] = ()
+
+
+def segments(documents: Sequence[Document]) -> tuple[list[Segment], list[Segment]]:
+    """Those that documents share, and the last one of each, in their order."""
+    free, shared = [each.free for each in documents], list[Segment]()
+    last = [Segment(number, 0, len(each.ids)) for number, each in enumerate(documents)]
+
+    def divide(numbers: Iterable[int], start: int, before: tuple[int, ...]) -> None:
+        """Looks for further beginnings of documents that are alike up to `start`, and have these segments there."""
+        alike: dict[bytes, list[int]] = {}
+        for number in numbers:
+            if free[number] >= start + LEAST:
+                alike.setdefault(documents[number].ids[start : start + LEAST].tobytes(), []).append(number)
+        for group in (each for each in alike.values() if len(each) > 1):
+            most = min(free[number] for number in group)
+            ids = np.stack([documents[number].ids[start:most] for number in group])
+            differ = (ids != ids[0]).any(axis=0)
+            end = start + int(differ.argmax()) if differ.any() else most
+            chain = (*before, len(shared))
+            shared.append(Segment(group[0], start, end, before))
+            for number in group:
+                last[number] = Segment(number, end, len(documents[number].ids), chain)
+            divide(group, end, chain)
+
+    divide(range(len(documents)), 0, ())
+    return shared, last
 
 
 def in_common(documents: Sequence[Document]) -> tuple[float, ...]:
@@ -106,24 +98,17 @@ def in_common(documents: Sequence[Document]) -> tuple[float, ...]:
     found = []
     for size in (2**power for power in range(1, len(documents).bit_length())):
         groups = [documents[start : start + size] for start in range(0, len(documents) - size + 1, size)]
-        tokens = [sum(len(each.ids) for each in group) - sum(map(len, segments(group))) for group in groups]
-        found.append(sum(tokens) / len(groups) / (size - 1))
+        saved = 0
+        for group in groups:
+            computed = (each.end - each.start for parts in segments(group) for each in parts)
+            saved += sum(len(each.ids) for each in group) - sum(computed)
+        found.append(saved / len(groups) / (size - 1))
     return tuple(found) if any(found) else ()
-
-
-def _alike(documents: Sequence[Document], start: int) -> int:
-    """Up to where documents that are alike up to `start` stay so and are free."""
-    first, *others = documents
-    alike = max(start, min(each.free for each in documents))
-    for other in others:
-        differ = np.flatnonzero(first.ids[start:alike] != other.ids[start:alike])
-        alike = start + int(differ[0]) if len(differ) else alike
-    return alike
 
 
 @dataclass(frozen=True)
 class Row:
-    """Documents as one row, in which what they share stands once.
+    """Documents as one row, in which what they share stands once, before the first that needs it.
 
     Args:
         ids: (tokens,)
@@ -146,17 +131,33 @@ class Row:
     @classmethod
     def of(cls, documents: Sequence[Document]) -> Row:
         """Lays them out in their order."""
-        parts = segments(documents)
-        lengths = np.array([len(part) for part in parts])
-        ends = dict(zip(parts, lengths.cumsum().tolist(), strict=True))
-        places = [np.arange(ends[each] - len(each), ends[each]) for part in parts for each in (*part.before, part)]
+        shared, last = segments(documents)
+        parts, places, ends = list[Segment](), list[Array](), list[int]()
+        stands: dict[int, Array] = {}
+        """Where shared segments are, by their numbers."""
+        end = 0
+
+        def put(part: Segment) -> Array:
+            nonlocal end
+            parts.append(part)
+            own = np.arange(end, end := end + part.end - part.start)
+            places.extend([*(stands[number] for number in part.before), own])
+            return own
+
+        for part in last:
+            for number in part.before:
+                if number not in stands:
+                    stands[number] = put(shared[number])
+            put(part)
+            ends.append(end)
+        starts, stops = (np.array([getattr(each, name) for each in parts]) for name in ("start", "end"))
         return cls(
-            ids=np.concatenate([part.of(documents[part.document].ids) for part in parts]),
+            ids=np.concatenate([documents[each.document].ids[each.start : each.end] for each in parts]),
             # Of what is shared no loss is asked, so that its labels say nothing.
-            labels=np.concatenate([part.of(documents[part.document].labels) for part in parts]),
-            positions=np.concatenate([np.arange(part.start, part.end) for part in parts]),
-            lengths=lengths,
-            keys=np.array([part.end for part in parts]),
+            labels=np.concatenate([documents[each.document].labels[each.start : each.end] for each in parts]),
+            positions=np.concatenate([np.arange(each.start, each.end) for each in parts]),
+            lengths=stops - starts,
+            keys=stops,
             places=np.concatenate(places),
-            ends=np.array([ends[part] for part in parts if part.last]),
+            ends=np.array(ends),
         )
