@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from data_fixtures import chatml_tokenizer, write_jsonl
 
+from toolkit.data.answer_batches import AnswerCollator
 from toolkit.data.batches import cut
 from toolkit.data.collate import Collator
 from toolkit.data.head_batches import HeadCollator
@@ -218,6 +219,27 @@ def test_the_longest_sequence_is_in_a_step_for_certain() -> None:
         assert dealt.fullest == 4096 and dealt.tokens >= 10
     alone = DataStatistics(1, 4096, 1, 1, 1, spread).dealt(4, 4, True)
     assert alone.fullest == 4096
+
+
+def test_what_pairs_of_answers_begin_with_alike_is_counted_once(tmp_path: Path) -> None:
+    pairs = (
+        {"prompt": "fox " * (20 + n % 9), "chosen": f"{n} " + "the " * (5 + n % 20), "rejected": f"x {n}"}
+        for n in range(200)
+    )
+    wanted = recipe(write_jsonl(tmp_path / "a.jsonl", pairs), seq_len=256).with_values(
+        {"objective": "dpo", "batch.global_batch_size": 8, "batch.micro_batch_size": 4}
+    )
+    prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
+    figures, layout = prepared.statistics, batch_layout(wanted, 1)
+    assert figures is not None
+    dealt = figures.dealt(8, layout.micro_batches, True, 2)
+    collator = AnswerCollator(Collator(0, "flat", shares=True))
+    batches = micro_batches(wanted, prepared.train, collator, layout, steps=20)
+    train = prepared.train.add_column("row", list(range(len(prepared.train))))
+    tokens = [collator([train[row] for row in rows])["input_ids"].shape[1] for rows in batches.between(0, 20)]
+    assert dealt.tokens == pytest.approx(np.mean(tokens), rel=0.03)
+    assert 0.97 < dealt.fullest / max(tokens) < 1.1
+    assert np.mean(tokens) < 0.75 * figures.tokens / figures.rows * 4
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -15,7 +15,8 @@ LLAMA = {"model_type": "llama", "attention_dropout": 0.0}
 def test_conversations_share_what_they_begin_with() -> None:
     for method in ("full", "lora"):
         assert are_shared(recipe_of(f"method.name={method}"), LLAMA, "torch_varlen")
-    assert are_shared(recipe_of("data.packing=true"), LLAMA, "torch_varlen")
+    for other in ("data.packing=true", "objective=dpo", "objective=orpo"):
+        assert are_shared(recipe_of(other), LLAMA, "torch_varlen")
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "flex", "flash_attention_2"])
@@ -28,7 +29,9 @@ def test_attention_that_is_not_told_whose_keys_are_whose_shares_nothing(backend:
     [
         "batch.share_prefixes=false",
         "method.name=lora method.lora_dropout=0.05",
-        "objective=dpo",
+        "objective=kto",
+        "objective=grpo",
+        "objective=distillation",
         "objective=language_modelling",
         "data.streaming=true",
         "model.trust_remote_code=true",

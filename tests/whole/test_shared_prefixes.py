@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from toolkit.train.main import main
 
 SYSTEM = "You know all about the methods of strings in Python, and answer in one short sentence. " * 3
 SIZES = ["batch.seq_len=512", "batch.global_batch_size=8", "batch.micro_batch_size=4", "model.attention=torch_varlen"]
+PAIRS = ["data.sources=[pairs.jsonl]", "batch.micro_batch_size=2", "batch.global_batch_size=4"]
 ASKED = ["recipe=small", "optimizer.name=sgd", "learning_rate=0.5", "max_steps=4", *SIZES]
 
 
@@ -30,6 +32,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     system = {"role": "system", "content": SYSTEM}
     rows = [{"messages": [*([system] if at % 3 else []), *row["messages"]]} for at, row in enumerate(chat_rows(60))]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    pairs = [
+        {"prompt": row["messages"][:-1], "chosen": row["messages"][-1:], "rejected": other["messages"][-1:]}
+        for row, other in itertools.pairwise(rows)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
     write_recipe(folder, "small", RECIPE)
     return folder
 
@@ -43,16 +50,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["activation_checkpointing=full", "batch.micro_batch_size=8"],
         ["compile=layers"],
         ["data.eval_split=0.2", "evaluation.every_steps=2"],
+        [*PAIRS, "objective=dpo", *LORA, "data.eval_split=0.2"],
+        [*PAIRS, "objective=orpo"],
     ],
-    ids=["full", "lora", "packed", "recomputed", "compiled", "evaluated"],
+    ids=["full", "lora", "packed", "recomputed", "compiled", "evaluated", "dpo", "orpo"],
 )
 def test_losses_are_those_of_conversations_with_beginnings_of_their_own(
-    further: list[str], place: Path, monkeypatch: pytest.MonkeyPatch
+    further: list[str], place: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
     found = {}
     for shares in ("true", "false"):
-        name = f"{'-'.join(each.partition('=')[2] for each in further)}-{shares}".replace("/", "")
+        name = f"{request.node.callspec.id}-{shares}"
         asked = [*ASKED, *further, f"batch.share_prefixes={shares}", f"output.name={name}"]
         assert main(asked) == 0
         found[shares] = losses(Path("runs") / name)
@@ -69,12 +78,13 @@ def test_engines_learn_what_one_process_does(engine: str, place: Path, ranks: Ra
     assert losses(runs / engine) == pytest.approx(losses(runs / f"one-{engine}"), rel=2e-5)
 
 
-def test_a_plan_counts_what_is_computed_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("further", [[], [*PAIRS, "objective=dpo"]], ids=["sft", "dpo"])
+def test_a_plan_counts_what_is_computed_once(further: list[str], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    assert cli(["data", "recipe=small", *SIZES]) == 0
+    assert cli(["data", "recipe=small", *SIZES, *further]) == 0
     plans = []
     for shares in ("true", "false"):
-        loaded = load_checked("small", [*SIZES, "precision=bf16", f"batch.share_prefixes={shares}"])
+        loaded = load_checked("small", [*SIZES, *further, "precision=bf16", f"batch.share_prefixes={shares}"])
         plans.append(estimate(loaded.recipe, loaded.name, find("h100"), advice=False))
     shared, apart = plans
     assert shared.work.tokens_per_step == apart.work.tokens_per_step

@@ -49,6 +49,7 @@ from toolkit.data.tokenization import Chunker, pack, tokenise
 from toolkit.files import write_json
 from toolkit.recipe import Recipe
 from toolkit.recipe.data import Source
+from toolkit.recipe.prefixes import SHARING
 from toolkit.recipe.rules.inputs import TEMPLATE_ARGUMENTS
 from toolkit.recipe.spelling import did_you_mean
 from toolkit.seal import build_sealed
@@ -217,7 +218,7 @@ def _count(path: Path, audit: auditing.Audit, recipe: Recipe) -> DataStatistics:
         longest_target=int(max(both[:, 1].max(), held_out[:, -1].max())) if pairs else None,
         end_to_end=_quantiles(both.mean(axis=1)) if recipe.answers > 1 else (),
         longest_eval_end_to_end=float(held_out.mean(axis=1).max()) if recipe.answers > 1 else 0.0,
-        in_common=_in_common(train) if recipe.objective == "sft" else (),
+        in_common=_in_common(train) if recipe.objective in SHARING else (),
     )
 
 

@@ -268,9 +268,9 @@ class Batch(Section):
     """Tokens, on average, of a micro-batch that `micro_batch_size: auto` may come to, one sequence at least. So many
     keep a current GPU busy; more only cost memory."""
     share_prefixes: bool = True
-    """Compute once what conversations of a micro-batch begin with alike, such as a system message or tools, where that
-    changes nothing but the order of sums: with `model.attention: torch_varlen`, and without dropout, noise, experts, or
-    processes that share rows or layers."""
+    """Compute once what conversations of a micro-batch begin with alike, such as a system message, tools, or the
+    question of two answers, where that changes nothing but the order of sums: with `model.attention: torch_varlen`, and
+    without dropout, noise, experts, or processes that share rows or layers."""
 
     @property
     def sequences_per_step(self) -> int:

@@ -40,7 +40,7 @@ def collator(
             texts = Collator(tokenizer.pad_token_id, "flat", ALIGNED if device.kind() == "cpu" else 1)
         return HeadCollator(texts, recipe.objective, "token_type_ids" in tokenizer.model_input_names)
     if recipe.prefers or recipe.reinforces:
-        rows = collator(recipe.with_values({"objective": "sft"}), backend, tokenizer, compiles)
+        rows = collator(recipe.with_values({"objective": "sft"}), backend, tokenizer, compiles, shares=shares)
         assert isinstance(rows, Collator), "whole answers are compared"
         if recipe.reinforces:
             return PromptCollator(rows, recipe.rollout.max_completion_tokens)
