@@ -39,7 +39,7 @@ from toolkit.data.own_answers import longest_rows, prompts_of
 from toolkit.data.problems import find_problems
 from toolkit.data.row_table import collect
 from toolkit.data.rows import Chat, Sample, from_json, sides
-from toolkit.data.shared_prefixes import documents_in, in_common
+from toolkit.data.shared_prefixes import drawn, in_common
 from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics, answered, record
 from toolkit.data.streaming import AUDITED_ROWS, Stream
@@ -57,8 +57,6 @@ from toolkit.seal import build_sealed
 CODE_VERSION = 10
 """Raise when the same data and settings would give other tokens than before."""
 MIN_SAMPLES = 8
-_COMPARED = 256
-"""Documents that are compared with each other for what they have in common."""
 
 
 @dataclass(frozen=True)
@@ -218,14 +216,8 @@ def _count(path: Path, audit: auditing.Audit, recipe: Recipe) -> DataStatistics:
         longest_target=int(max(both[:, 1].max(), held_out[:, -1].max())) if pairs else None,
         end_to_end=_quantiles(both.mean(axis=1)) if recipe.answers > 1 else (),
         longest_eval_end_to_end=float(held_out.mean(axis=1).max()) if recipe.answers > 1 else 0.0,
-        in_common=_in_common(train) if recipe.objective in SHARING else (),
+        in_common=in_common(drawn(train)) if recipe.objective in SHARING else (),
     )
-
-
-def _in_common(rows: Dataset) -> tuple[float, ...]:
-    """See `DataStatistics.in_common`, of some rows drawn at random."""
-    drawn = np.random.default_rng(0).permutation(len(rows))[:_COMPARED]
-    return in_common(documents_in(rows.with_format("numpy").select(drawn))[:_COMPARED])
 
 
 def _quantiles(lengths: NDArray[Any]) -> tuple[float, ...]:

@@ -19,6 +19,9 @@ from toolkit.data.rows import IGNORE
 LEAST = 8
 """Tokens of the shortest beginning that is worth a segment of its own."""
 
+_COMPARED = 256
+"""Documents that are compared with each other for what they have in common."""
+
 Array = NDArray[np.int64]
 
 
@@ -48,6 +51,12 @@ def documents_in(rows: Iterable[Mapping[str, Any]]) -> list[Document]:
         ends = np.cumsum(lengths)[:-1]
         found += [Document(*each) for each in zip(np.split(ids, ends), np.split(labels, ends), strict=True)]
     return found
+
+
+def drawn(rows: Any) -> list[Document]:
+    """Some documents of a prepared data set, of rows drawn at random."""
+    numbers = np.random.default_rng(0).permutation(len(rows))[:_COMPARED]
+    return documents_in(rows.with_format("numpy").select(numbers))[:_COMPARED]
 
 
 class Segment(NamedTuple):
