@@ -251,7 +251,7 @@ def test_beginnings_that_stand_once_give_the_losses_and_gradients_of_all(name: s
             batch = collator(examples)
             tokens, examples_of = batch["input_ids"].shape[1], collator.examples_of(examples, batch)
             labels, positions = batch.pop("labels").roll(-1)[0], batch.pop("label_positions")
-            batch.pop("text_mask", None)
+            batch.pop("text_counts", None)
             model.zero_grad()
             losses = torch.nn.functional.cross_entropy(model(**batch).logits[0], labels, reduction="none")
             trained = labels[positions] != IGNORE
@@ -287,8 +287,8 @@ def test_rows_are_filled_up_to_a_multiple() -> None:
     assert packed["input_ids"].tolist() == [[1, 2, 3, 4, 5, 7, 7, 7]]
     assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
     assert packed["labels"][0, 5:].tolist() == [IGNORE] * 3
-    assert packed["text_mask"].tolist() == [[True] * 5 + [False] * 3]
-    assert "text_mask" not in Collator(7, "packed", 5)([row])
+    assert packed["text_counts"].tolist() == [[True] * 5 + [False] * 3]
+    assert "text_counts" not in Collator(7, "packed", 5)([row])
     padded = Collator(7, "padded", 8)([example([1] * 9)])
     assert padded["input_ids"].shape == (1, 16) and padded["attention_mask"].sum() == 9
     assert isolates(model_of(ISOLATING["llama"]), Collator(0, "packed", 16))
@@ -339,8 +339,8 @@ def test_parts_of_a_row_are_the_row_and_each_label_is_in_one(size: int) -> None:
     flat = Collator(0, "flat", pad_to_multiple_of=4 * size)
     whole, parts = flat(rows), [PartCollator(flat, index, size)(rows) for index in range(size)]
     tokens = whole["input_ids"].shape[1]
-    assert whole["text_mask"][0, :90].all() and not whole["text_mask"][0, 90:].any()
-    for key in ("input_ids", "position_ids", "text_mask"):
+    assert whole["text_counts"][0, :90].all() and not whole["text_counts"][0, 90:].any()
+    for key in ("input_ids", "position_ids", "text_counts"):
         assert torch.equal(torch.cat([part[key] for part in parts], 1), whole[key])
     # Rolled by one they follow their tokens, within parts as in the whole.
     following = torch.cat([part["labels"].roll(-1) for part in parts], 1)

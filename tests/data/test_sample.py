@@ -102,6 +102,26 @@ def near(wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large:
     assert (figures.longest_target or 0) <= 1.02 * (counted.longest_target or 0)
 
 
+@pytest.mark.parametrize("objective", ["sft", "dpo", "kto", "grpo"])
+@pytest.mark.parametrize("tokenized", [True, False])
+def test_what_documents_begin_with_alike(objective: str, tokenized: bool, model: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for number in range(600):
+        system = [{"role": "system", "content": "The quick brown fox jumps over it. " * 6}] * (number % 4 > 0)
+        asked_of = {"prompt": [*system, {"role": "user", "content": words(number)}]}
+        answer = [{"role": "assistant", "content": f"Number {number}"}]
+        of = {"sft": {"completion": answer}, "kto": {"completion": answer, "label": number % 2 > 0}, "grpo": {}}
+        rows.append(asked_of | of.get(objective, {"chosen": answer, "rejected": [{**answer[0], "content": "none"}]}))
+    path, settings = write_jsonl(tmp_path / "a.jsonl", rows), {"objective": objective, "seq_len": 1024}
+    answered = {"rewards.length.max_tokens": 9, "rollout.num_generations": 4} if objective == "grpo" else {}
+    wanted = asked(model, path, **settings).with_values(answered)
+    counted = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").statistics
+    figures = sampled(asked(model if tokenized else tmp_path, path, **settings).with_values(answered))
+    assert counted and figures and [size for size, _ in figures.in_common] == [size for size, _ in counted.in_common]
+    # Of the tests' tokenizer, marks around messages have more tokens than is common.
+    assert 0.55 < figures.shared(4) / counted.shared(4) < 1.02 and counted.shared(4) > 0.5 * counted.mean_length
+
+
 @pytest.mark.parametrize(("objective", "names"), [("orpo", "prompt chosen rejected"), ("embedding", "anchor positive")])
 def test_rows_of_several_texts(
     objective: str, names: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def test_what_conversations_have_in_common_is_there_once() -> None:
     assert row.keys.tolist() == [30, 42, 45, 32, 44, 2]
     assert row.ids[:45].tolist() == [*two, 1, 2]
     assert row.ids[45:].tolist() == [6, 3, two[-1], 4, 9, 8]
+    assert row.counts.tolist() == [3] * 30 + [2] * 12 + [1] * 9
 
 
 def test_what_is_short_or_trained_is_not_shared() -> None:
@@ -84,9 +85,12 @@ def test_documents_of_packed_rows_are_apart() -> None:
 def test_in_common_is_counted_for_each_further_document() -> None:
     system = list(range(100, 120))
     documents = [document([*system, number, 1], 21) for number in range(16)]
-    assert in_common(documents) == (20, 20, 20, 20)
+    assert in_common(documents) == ((2, 20), (4, 20), (8, 20), (16, 20))
     assert in_common([document([number] * 20, 15) for number in range(8)]) == ()
     assert in_common(documents[:1]) == ()
     # Of two kinds that take turns, no two neighbours begin alike, but of four there are two pairs.
     mixed = [document([*(system if at % 2 else system[::-1]), at + 200, 1], 21) for at in range(8)]
-    assert in_common(mixed) == pytest.approx((0, 2 * 20 / 3, 6 * 20 / 7))
+    assert dict(in_common(mixed)) == pytest.approx({2: 0, 4: 2 * 20 / 3, 8: 6 * 20 / 7})
+    # Answers to one prompt are never apart.
+    asked = [document([*[number] * 20, 1], 20) for number in range(4) for _ in range(3)]
+    assert dict(in_common(asked, least=3)) == pytest.approx({3: 19, 6: 19 * 4 / 5, 12: 19 * 8 / 11})

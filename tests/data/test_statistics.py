@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from data_fixtures import chatml_tokenizer, write_jsonl
 
-from toolkit.data.answer_batches import AnswerCollator
+from toolkit.data.answer_batches import AnswerCollator, PromptCollator
 from toolkit.data.batches import cut
 from toolkit.data.collate import Collator
 from toolkit.data.head_batches import HeadCollator
@@ -242,6 +242,28 @@ def test_what_pairs_of_answers_begin_with_alike_is_counted_once(tmp_path: Path) 
     assert np.mean(tokens) < 0.75 * figures.tokens / figures.rows * 4
 
 
+@pytest.mark.parametrize("answers", [3, 8])
+def test_prompts_are_counted_once_for_all_their_answers(tmp_path: Path, answers: int) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", ({"prompt": f"{n} " + "fox " * (20 + n % 9)} for n in range(200)))
+    wanted = recipe(file, seq_len=256).with_values(
+        {"objective": "grpo", "rewards.length.max_tokens": 9, "rollout.max_completion_tokens": 20}
+        | {"rollout.num_generations": answers, "batch.global_batch_size": 8, "batch.micro_batch_size": 2}
+    )
+    prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
+    figures, layout = prepared.statistics, batch_layout(wanted, 1)
+    assert figures is not None
+    collator = PromptCollator(Collator(0, "flat", shares=True), 20)
+    batches, tokens = micro_batches(wanted, prepared.train, collator, layout, steps=20), []
+    for rows in batches.between(0, 20):
+        prompts = [list(prepared.train[row]["input_ids"]) for row in rows for _ in range(answers)]
+        batch = collator.answered(prompts, [[number] * 20 for number in range(len(prompts))])
+        tokens.append(batch["input_ids"].shape[1])
+    dealt = figures.dealt(8, layout.micro_batches, True, answers)
+    assert dealt.tokens == pytest.approx(np.mean(tokens), rel=0.03)
+    assert figures.mean_length * 2 - figures.shared(2) == pytest.approx(np.mean(tokens), rel=0.03)
+    assert np.mean(tokens) < 0.75 * figures.mean_length * 2
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_what_documents_begin_with_alike_is_counted_once(tmp_path: Path, packing: bool) -> None:
     """Of micro-batches as training deals and lays them out."""
@@ -253,7 +275,7 @@ def test_what_documents_begin_with_alike_is_counted_once(tmp_path: Path, packing
     )
     prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
     figures = prepared.statistics
-    assert figures is not None and all(each > 30 for each in figures.in_common)
+    assert figures is not None and all(each > 30 for _, each in figures.in_common)
     layout = batch_layout(wanted, 1)
     dealt = figures.dealt(8, layout.micro_batches, True)
     collator = Collator(0, "flat", shares=True)

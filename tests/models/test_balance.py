@@ -21,7 +21,7 @@ def balanced(*overrides: str) -> float:
     """The balance of the routers over a few rows, as it is trained."""
     trainer = (training := small.set_up("model.path=moe", *overrides)).trainer
     batch = trainer.data_collator([training.prepared.train[row] for row in range(ROWS)])
-    assert ("attention_mask" in batch) != ("text_mask" in batch), "something is filled up"
+    assert ("attention_mask" in batch) != ("text_counts" in batch), "something is filled up"
     trainer.router_aux_loss_coef = 1.0
     with torch.no_grad():
         _, found = trainer.scores(trainer.model.train(), batch)
@@ -34,6 +34,12 @@ def test_padding_is_not_balanced_in_any_layout(place: Any) -> None:
     packed = ("data.packing=true", "seq_len=125", "batch.micro_batch_size=1")
     in_rows = balanced(*packed, "model.attention=sdpa")
     assert balanced(*packed, "model.attention=torch_varlen") == pytest.approx(in_rows, rel=1e-6)
+
+
+def test_what_is_computed_once_is_balanced_as_often_as_documents_have_it(place: Any) -> None:
+    padded, varlen = balanced("model.attention=eager"), "model.attention=torch_varlen"
+    found = {shares: balanced(varlen, f"batch.share_prefixes={shares}") for shares in ("true", "false")}
+    assert found["true"] == pytest.approx(padded, rel=1e-6) == found["false"]
 
 
 def test_nor_is_it_by_the_models_own_forward(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:

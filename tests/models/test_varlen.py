@@ -56,6 +56,33 @@ def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(90, heads, 16, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
 
 
+def _from_the_first(query: Any, key: Any, value: Any, boundaries: Any, *_: Any) -> Any:
+    """Attention of one document whose first query sees the first key alone, however many keys there are."""
+    heads = (each.transpose(0, 1)[None].float() for each in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1).to(query.dtype)
+
+
+def _refuses(query: Any, key: Any, *_: Any) -> Any:
+    if len(query) < len(key):
+        raise RuntimeError("there are fewer queries than keys")
+    return query
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_is_asked_whose_keys_the_last_queries_see(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert varlen.continues(CPU, dtype)
+    for other in (_from_the_first, _refuses):
+        monkeypatch.setattr(varlen, "_on_cpu", other)
+        assert not varlen.continues(CPU, dtype)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_asked_too(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_used", package)
+    assert varlen.continues(CPU, torch.bfloat16)
+
+
 @pytest.mark.parametrize(("package", "window"), [*itertools.product(PACKAGES, [0, 8])])
 def test_a_package_computes_what_torch_does_in_compiled_layers_too(package: str, window: int) -> None:
     ends = torch.tensor([0, 40, 41, 90], dtype=torch.int32)

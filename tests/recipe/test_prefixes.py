@@ -15,8 +15,22 @@ LLAMA = {"model_type": "llama", "attention_dropout": 0.0}
 def test_conversations_share_what_they_begin_with() -> None:
     for method in ("full", "lora"):
         assert are_shared(recipe_of(f"method.name={method}"), LLAMA, "torch_varlen")
-    for other in ("data.packing=true", "objective=dpo", "objective=orpo"):
+    objectives = ("dpo", "orpo", "kto", "grpo", "rloo", "distillation")
+    for other in ("data.packing=true", "data.streaming=true", *(f"objective={each}" for each in objectives)):
         assert are_shared(recipe_of(other), LLAMA, "torch_varlen")
+
+
+def test_answers_share_their_question_though_adapters_drop_out_elsewhere() -> None:
+    """Trainings on whole answers switch that off."""
+    drops = "method.name=lora method.lora_dropout=0.05"
+    for objective in ("dpo", "kto", "grpo"):
+        assert are_shared(recipe_of(f"objective={objective} {drops}"), LLAMA, "torch_varlen")
+    assert not are_shared(recipe_of(f"objective=distillation {drops}"), LLAMA, "torch_varlen")
+
+
+def test_experts_are_no_hindrance() -> None:
+    config = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+    assert are_shared(recipe_of(), config, "torch_varlen")
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "flex", "flash_attention_2"])
@@ -29,11 +43,8 @@ def test_attention_that_is_not_told_whose_keys_are_whose_shares_nothing(backend:
     [
         "batch.share_prefixes=false",
         "method.name=lora method.lora_dropout=0.05",
-        "objective=kto",
-        "objective=grpo",
-        "objective=distillation",
-        "objective=language_modelling",
-        "data.streaming=true",
+        "objective=reward",
+        "objective=seq2seq",
         "model.trust_remote_code=true",
         "extra.training_arguments='{neftune_noise_alpha: 5}'",
         "parallel.sequence=2",
@@ -50,9 +61,9 @@ def test_what_would_be_another_training_shares_nothing(override: str) -> None:
     [
         {"model_type": "gpt2", "resid_pdrop": 0.1},
         {"model_type": "phi3", "embd_pdrop": 0.0, "resid_pdrop": 0.1},
-        {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
+        {"model_type": "phimoe", "input_jitter_noise": 0.01, "num_local_experts": 8},
         {"model_type": "mistral3", "text_config": {"model_type": "mistral", "attention_dropout": 0.1}},
     ],
 )
-def test_models_that_drop_out_or_balance_experts_share_nothing(config: dict[str, Any]) -> None:
+def test_models_with_dropout_or_noise_share_nothing(config: dict[str, Any]) -> None:
     assert not are_shared(recipe_of(), config, "torch_varlen")

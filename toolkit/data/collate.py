@@ -66,7 +66,7 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
 def _gradient(model: Any, base: Any, batch: dict[str, Any], start: int, device: torch.device | None) -> torch.Tensor:
     """(tokens, width) the gradient of the logits of the two or four tokens from `start` on by the embeddings."""
     embeddings = base.get_input_embeddings()
-    for name in ("labels", "label_positions", "text_mask"):
+    for name in ("labels", "label_positions", "text_counts"):
         batch.pop(name, None)
     device = device or embeddings.weight.device
     batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
@@ -112,8 +112,9 @@ class Collator:
         pairs: as `padded`, for encoder-decoder rows: `labels` (B, longest target) have a length of their own, and the
             model shifts them into decoder inputs itself.
 
-    Where padding is a document of its own, there is `text_mask` (as `input_ids`, False for padding), which models do
-    not get: routers of mixtures are balanced by text alone.
+    Where padding is a document of its own, or tokens stand for those of several documents, there is `text_counts` (as
+    `input_ids`): for how many each stands, none for padding. Models do not get it: routers of mixtures are balanced by
+    text alone, and by all of it.
 
     All have `label_positions`: those in the flattened batch whose next token is trained, a multiple of `_POSITIONS` of
     them, filled up with the last one, which has none; of `pairs` those that are trained. The output head needs no
@@ -173,8 +174,8 @@ class Collator:
             return batch | self.mask(ids, guessed=self.layout == "pairs")
         pads = [batch["labels"].shape[1] - len(row) for row in ids]
         lengths = [np.append(each, pad) if pad else each for each, pad in zip(lengths, pads, strict=True)]
-        if any(pads):
-            batch["text_mask"] = self.padded([np.ones_like(row) for row in ids], 0).bool()
+        if shared or any(pads):
+            batch["text_counts"] = self.padded([shared.counts] if shared else [np.ones_like(row) for row in ids], 0)
         batch["position_ids"] = torch.from_numpy(np.stack([_positions(each) for each in lengths]))
         if self.layout == "packed":
             batch["use_cache"] = False
@@ -191,13 +192,14 @@ class Collator:
         return batch
 
     def tokens(self, batch: dict[str, Any]) -> torch.Tensor:
-        """(3,) of a batch: the tokens of its rows, of pairs those of the sources; all tokens; and all with padding."""
-        ids, mask = batch["input_ids"], batch.get("attention_mask", batch.get("text_mask"))
-        rows = ids.new_tensor(ids.numel()) if mask is None else mask.sum()
+        """(3,) of a batch: the tokens of its rows, of pairs those of the sources; all that are computed; and these with
+        padding."""
+        ids, counts = batch["input_ids"], batch.get("attention_mask", batch.get("text_counts"))
+        counts = torch.ones_like(ids) if counts is None else counts
         pairs = self.layout == "pairs"
         targets = (batch["labels"] != IGNORE).sum() if pairs else 0
         padded = ids.new_tensor(ids.numel() + (batch["labels"].numel() if pairs else 0))
-        return torch.stack([rows, rows + targets, padded])
+        return torch.stack([counts.sum(), (counts > 0).sum() + targets, padded])
 
     def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
         """The example that each of a batch's `label_positions` belongs to, known on the host."""
@@ -240,14 +242,16 @@ def mask_of(batch: dict[str, Any]) -> torch.Tensor:
 
 
 def documents_of(batch: dict[str, Any]) -> list[dict[str, list[int]]]:
-    """The rows that a `Collator` has laid out, `padded` or `flat`, in order; padding may be one more, untrained."""
-    ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
-    if "cu_seq_lens_q" in batch:
-        parts = [(0, slice(*ends)) for ends in itertools.pairwise(batch["cu_seq_lens_q"].tolist())]
+    """The rows that a `Collator` has laid out, `padded` or `flat`, in order; padding, and beginnings that several
+    share, may be further ones, untrained."""
+    ids, labels = batch["input_ids"].cpu(), batch["labels"].cpu()
+    if "cu_seq_lens_k" in batch:
+        places = batch["key_places"].cpu() if "key_places" in batch else torch.arange(ids.shape[1])
+        parts = [(0, places[slice(*ends)]) for ends in itertools.pairwise(batch["cu_seq_lens_k"].tolist())]
     else:
         lengths = mask_of(batch).sum(1).tolist()
-        parts = [(row, slice(length)) for row, length in enumerate(lengths)]
-    return [{"input_ids": ids[row][part], "labels": labels[row][part]} for row, part in parts]
+        parts = [(row, torch.arange(length)) for row, length in enumerate(lengths)]
+    return [{"input_ids": ids[row][part].tolist(), "labels": labels[row][part].tolist()} for row, part in parts]
 
 
 def label_positions(labels: NDArray[np.int64], pairs: bool) -> torch.Tensor:

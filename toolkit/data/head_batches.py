@@ -84,7 +84,7 @@ class HeadCollator:
 
     def _flat(self, ids: list[NDArray[np.int64]]) -> dict[str, Any]:
         batch = self.whole([{"input_ids": row, "labels": np.full_like(row, IGNORE)} for row in ids])
-        for name in ("labels", "label_positions", "text_mask"):
+        for name in ("labels", "label_positions", "text_counts"):
             batch.pop(name, None)
         begins = np.cumsum([0, *map(len, ids[:-1])])
         return batch | {"read_at": torch.from_numpy(begins + [self._read_at(row) for row in ids])}

@@ -16,7 +16,7 @@ from toolkit.data.collate import Collator, Layout, label_positions
 class PartCollator:
     """What one of several processes that share rows gets of a batch: as many tokens as each of them, in order.
 
-    `input_ids`, `labels`, `position_ids` and `text_mask` are (1, T / size). Boundaries and lengths of documents stay
+    `input_ids`, `labels`, `position_ids` and `text_counts` are (1, T / size). Boundaries and lengths of documents stay
     those of the whole row, in which attention sees them. The first label is the one that follows the last token, so
     that labels rolled by one follow their tokens, and each label is in one part. Attention is told by
 
@@ -64,7 +64,7 @@ class PartCollator:
         """The part of a batch."""
         batch = self.whole(examples)
         tokens = batch["input_ids"].shape[1]
-        batch |= {key: self.part(batch[key]) for key in ("input_ids", "position_ids", "text_mask") if key in batch}
+        batch |= {key: self.part(batch[key]) for key in ("input_ids", "position_ids", "text_counts") if key in batch}
         batch["labels"] = self.part(batch["labels"].roll(-1, 1)).roll(1, 1)
         batch["label_positions"] = label_positions(batch["labels"].numpy(), pairs=False)
         if self.chunks == 1:

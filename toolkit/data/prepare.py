@@ -49,7 +49,7 @@ from toolkit.data.tokenization import Chunker, pack, tokenise
 from toolkit.files import write_json
 from toolkit.recipe import Recipe
 from toolkit.recipe.data import Source
-from toolkit.recipe.prefixes import SHARING
+from toolkit.recipe.prefixes import may_begin_alike
 from toolkit.recipe.rules.inputs import TEMPLATE_ARGUMENTS
 from toolkit.recipe.spelling import did_you_mean
 from toolkit.seal import build_sealed
@@ -201,8 +201,9 @@ def _count(path: Path, audit: auditing.Audit, recipe: Recipe) -> DataStatistics:
         prompts = prompts_of(train)
         documents = lengths = longest_rows(recipe, lengths, prompts)
         both, trained = lengths[:, None], int((lengths - prompts).sum())
+    alike = in_common(drawn(recipe, train), recipe.answers) if may_begin_alike(recipe) else ()
     if recipe.reinforces:
-        return answered(recipe, lengths, held_out[:, 0] if audit.eval else held_out[:0, 0])
+        return answered(recipe, lengths, held_out[:, 0] if audit.eval else held_out[:0, 0], alike)
     return DataStatistics(
         rows=len(lengths),
         tokens=int(lengths.sum()),
@@ -216,7 +217,7 @@ def _count(path: Path, audit: auditing.Audit, recipe: Recipe) -> DataStatistics:
         longest_target=int(max(both[:, 1].max(), held_out[:, -1].max())) if pairs else None,
         end_to_end=_quantiles(both.mean(axis=1)) if recipe.answers > 1 else (),
         longest_eval_end_to_end=float(held_out.mean(axis=1).max()) if recipe.answers > 1 else 0.0,
-        in_common=in_common(drawn(train)) if recipe.objective in SHARING else (),
+        in_common=alike,
     )
 
 

@@ -34,11 +34,13 @@ from toolkit.data.rows import (
     Tokens,
     sides,
 )
+from toolkit.data.shared_prefixes import COMPARED, Document, in_common
 from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics
 from toolkit.data.task import Task
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.data import Source
+from toolkit.recipe.prefixes import may_begin_alike
 
 SAMPLED = 300
 """Rows of each source."""
@@ -93,43 +95,52 @@ class _Counter:
                 self._tokenizer.no_truncation()
                 self._tokenizer.no_padding()
 
-    def __call__(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
+    def __call__(self, rows: Sequence[Row]) -> Iterator[tuple[tuple[int, int, int], list[Document]]]:
         """Of each row: tokens, those that carry loss, and those of a pair's target; of two answers both, and the tokens
         of the longer one with its prompt; of texts that belong together the same of all; of a prompt all its answers,
-        as long as they may be, and one of them."""
-        if self.task.reinforces:
-            for length, _, _ in self._count([side for row in rows for side in sides(row)]):
-                whole = length + self._answer
-                yield self._count_of * whole, self._count_of * self._answer, whole
-            return
-        if not (self.task.pairs or self.task.relates):
-            yield from self._count([side for row in rows for side in sides(row)])
-            return
+        as long as they may be, and one of them. And what documents it has, about."""
         counted = self._count([side for row in rows for side in sides(row)])
-        for each in zip(*[counted] * self._count_of, strict=True):
-            lengths, trained, _ = zip(*each, strict=True)
-            yield sum(lengths), sum(trained), max(lengths)
-
-    def _count(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
-        parts = [list(self._parts(row)) for row in rows]
-        texts = [text for row in parts for text, _ in row]
-        if self._tokenizer:
-            counts = iter([len(each) for each in self._tokenizer.encode_batch(texts, add_special_tokens=False)])
+        if self.task.reinforces:
+            for (length, _, _), asked in counted:
+                whole = length + self._answer
+                answered = Document(np.append(asked.ids, 0), np.append(np.full_like(asked.ids, IGNORE), 0))
+                yield (self._count_of * whole, self._count_of * self._answer, whole), [answered] * self._count_of
+        elif self.task.pairs or self.task.relates:
+            for each in zip(*[counted] * self._count_of, strict=True):
+                counts, documents = zip(*each, strict=True)
+                lengths, trained, _ = zip(*counts, strict=True)
+                yield (sum(lengths), sum(trained), max(lengths)), [*documents]
         else:
-            counts = iter([round(len(text) / _CHARACTERS) for text in texts])
+            yield from ((counts, [document]) for counts, document in counted)
+
+    def _count(self, rows: Sequence[Row]) -> Iterator[tuple[tuple[int, int, int], Document]]:
+        parts = [list(self._parts(row)) for row in rows]
+        encoded = iter(self._encoded([text for row in parts for text, _ in row]))
         for row, pieces in zip(rows, parts, strict=True):
             if isinstance(row, Tokens):
-                yield len(row.input_ids), sum(label != IGNORE for label in row.labels), 0
+                document = Document(np.asarray(row.input_ids), np.asarray(row.labels))
+                yield (len(row.input_ids), sum(label != IGNORE for label in row.labels), 0), document
                 continue
-            lengths = [(next(counts), trained) for _, trained in pieces]
+            texts = [(next(encoded), trained) for _, trained in pieces]
+            document = _document(texts, _AROUND_MESSAGE if isinstance(row, Chat) else 0)
             around = _AROUND_MESSAGE * len(row.messages) if isinstance(row, Chat) else 1
-            trained = sum(length for length, is_trained in lengths if is_trained)
+            trained = sum(len(text) for text, is_trained in texts if is_trained)
             if isinstance(row, Labelled | Tagged):
                 trained = len(row.tags) if isinstance(row, Tagged) else 1
             if isinstance(row, Pair):
-                yield lengths[0][0] + 1, trained + 1, trained + 1
+                yield (len(texts[0][0]) + 1, trained + 1, trained + 1), document
             else:
-                yield sum(length for length, _ in lengths) + around, trained, 0
+                yield (sum(len(text) for text, _ in texts) + around, trained, 0), document
+
+    def _encoded(self, texts: list[str]) -> list[Sequence[int]]:
+        """Numbers of each text's tokens; without a tokenizer, pieces that are as long have numbers."""
+        if self._tokenizer:
+            return [each.ids for each in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+        starts = ([round(_CHARACTERS * at) for at in range(round(len(text) / _CHARACTERS))] for text in texts)
+        return [
+            [hash(text[start : start + int(_CHARACTERS)]) for start in each]
+            for text, each in zip(texts, starts, strict=True)
+        ]
 
     def _parts(self, row: Row) -> Iterator[tuple[str, bool]]:
         prompts = self.task.trains_prompts
@@ -167,12 +178,22 @@ def _answered(recipe: Recipe, counted: NDArray[np.float64]) -> NDArray[np.float6
     return np.stack([longest, longest - prompts, targets])
 
 
+def _document(texts: list[tuple[Sequence[int], bool]], around: int) -> Document:
+    """Texts, each of which is trained or not, behind so many tokens that are the same of all."""
+    ids, labels = list[int](), list[int]()
+    for text, trained in texts:
+        ids += [0] * around + [*text]
+        labels += [IGNORE] * around + [0 if trained else IGNORE] * len(text)
+    return Document(np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64))
+
+
 class _Side:
     """A source.
 
     Attributes:
         rows: In all of it, about.
         counted: Tokens of these rows, those that carry loss, and those of targets, as counted: (3, sampled).
+        documents: What is compared of each of them.
     """
 
     def __init__(self, source: Source, counter: _Counter) -> None:
@@ -184,7 +205,8 @@ class _Side:
         rows = [*row_format.rows(taken)]
         self.rows *= len(rows) / len(taken)
         counted = list(counter([row_format.convert(row, where) for where, row in rows]))
-        self.counted = np.array(counted, dtype=np.float64).reshape(-1, 3).T
+        self.counted = np.array([each for each, _ in counted], dtype=np.float64).reshape(-1, 3).T
+        self.documents = [each for _, each in counted]
 
 
 def _some_of(reader: Reader) -> tuple[list[RawRow], float]:
@@ -271,7 +293,19 @@ def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter:
         end_to_end=tuple(end_to_end.tolist()),
         longest_eval_end_to_end=held_lengths.max(initial=0.0) / count if len(end_to_end) else 0.0,
         sample=f"a sample of {sum(side.counted.shape[1] for side in train):,} rows{counter.how}",
+        in_common=_in_common(recipe, train, uses) if may_begin_alike(recipe) else (),
     )
+
+
+def _in_common(recipe: Recipe, sides: list[_Side], uses: list[float]) -> tuple[tuple[int, float], ...]:
+    """What documents begin with alike, of rows that are drawn as often as they are used."""
+    often = [np.full(len(side.documents), rows / len(side.documents)) for side, rows in zip(sides, uses, strict=True)]
+    weights, every = np.concatenate(often), [row for side in sides for row in side.documents]
+    size = min(len(every), COMPARED)
+    numbers = np.random.default_rng(0).choice(len(every), size, replace=False, p=weights / weights.sum())
+    documents = (document for number in numbers for document in every[number])
+    most = recipe.batch.seq_len
+    return in_common((Document(ids[:most], labels[:most]) for ids, labels in documents), recipe.answers)
 
 
 def _quantiles(lengths: NDArray[np.float64], used: NDArray[np.float64]) -> NDArray[np.float64]:

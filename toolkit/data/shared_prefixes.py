@@ -7,6 +7,8 @@ of each document attends to it and to itself. Losses and gradients are the same 
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.data.rows import IGNORE
+from toolkit.recipe import Recipe
 
 LEAST = 8
 """Tokens of the shortest beginning that is worth a segment of its own."""
 
-_COMPARED = 256
+COMPARED = 256
 """Documents that are compared with each other for what they have in common."""
 
 Array = NDArray[np.int64]
@@ -53,10 +56,17 @@ def documents_in(rows: Iterable[Mapping[str, Any]]) -> list[Document]:
     return found
 
 
-def drawn(rows: Any) -> list[Document]:
-    """Some documents of a prepared data set, of rows drawn at random."""
-    numbers = np.random.default_rng(0).permutation(len(rows))[:_COMPARED]
-    return documents_in(rows.with_format("numpy").select(numbers))[:_COMPARED]
+def drawn(recipe: Recipe, rows: Any) -> list[Document]:
+    """Some documents of a prepared data set as they are beside each other, of rows drawn at random."""
+    numbers = np.random.default_rng(0).permutation(len(rows))[:COMPARED]
+    taken = rows.with_format("numpy").select(numbers)
+    if recipe.reinforces:
+        # Answers are yet to come; each has a first token, and no loss is asked of what is before it.
+        asked = (np.append(row["input_ids"], 0) for row in taken)
+        answered = (Document(ids, np.append(np.full(len(ids) - 1, IGNORE), 0)) for ids in asked)
+        return [each for each in answered for _ in range(recipe.answers)]
+    # Of an answer that is judged, that of another row is in a batch of its own.
+    return documents_in(taken)[:: 2 if recipe.judges else 1]
 
 
 class Segment(NamedTuple):
@@ -101,18 +111,24 @@ def segments(documents: Sequence[Document]) -> tuple[list[Segment], list[Segment
     return shared, last
 
 
-def in_common(documents: Sequence[Document]) -> tuple[float, ...]:
-    """Tokens that each further document of 2, 4, 8 … has in common with others, on average, up to as many as there are;
-    empty where that is none."""
-    found = []
-    for size in (2**power for power in range(1, len(documents).bit_length())):
+def in_common(documents: Iterable[Document], least: int = 1) -> tuple[tuple[int, float], ...]:
+    """Of so many documents beside each other, tokens that each further one has in common with others, on average; empty
+    where that is none.
+
+    Args:
+        documents: Some, of which the first `COMPARED` are compared.
+        least: The fewest that are ever beside each other, and a divisor of how many there are.
+    """
+    documents, found = list(itertools.islice(documents, max(COMPARED, least))), []
+    sizes = (least * 2**power for power in range((len(documents) // least).bit_length()))
+    for size in (each for each in sizes if each > 1):
         groups = [documents[start : start + size] for start in range(0, len(documents) - size + 1, size)]
         saved = 0
         for group in groups:
             computed = (each.end - each.start for parts in segments(group) for each in parts)
             saved += sum(len(each.ids) for each in group) - sum(computed)
-        found.append(saved / len(groups) / (size - 1))
-    return tuple(found) if any(found) else ()
+        found.append((size, saved / len(groups) / (size - 1)))
+    return tuple(found) if any(saved for _, saved in found) else ()
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,7 @@ class Row:
         keys: (segments,) tokens that each attends to: those of the segments before it, and its own.
         places: (sum of `keys`,) where in the row these are.
         ends: (documents,) of each the place behind its last token.
+        counts: (tokens,) documents that have each.
     """
 
     ids: Array
@@ -136,12 +153,14 @@ class Row:
     keys: Array
     places: Array
     ends: Array
+    counts: Array
 
     @classmethod
     def of(cls, documents: Sequence[Document]) -> Row:
         """Lays them out in their order."""
         shared, last = segments(documents)
-        parts, places, ends = list[Segment](), list[Array](), list[int]()
+        parts, places, ends, times = list[Segment](), list[Array](), list[int](), list[int]()
+        having = Counter(number for part in last for number in part.before)
         stands: dict[int, Array] = {}
         """Where shared segments are, by their numbers."""
         end = 0
@@ -157,7 +176,9 @@ class Row:
             for number in part.before:
                 if number not in stands:
                     stands[number] = put(shared[number])
+                    times.append(having[number])
             put(part)
+            times.append(1)
             ends.append(end)
         starts, stops = (np.array([getattr(each, name) for each in parts]) for name in ("start", "end"))
         return cls(
@@ -169,4 +190,5 @@ class Row:
             keys=stops,
             places=np.concatenate(places),
             ends=np.array(ends),
+            counts=np.repeat(times, stops - starts),
         )

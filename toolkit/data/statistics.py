@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from toolkit.cache import cache_dir, find, keep
 from toolkit.recipe import Recipe
 
-FORMAT = 6
+FORMAT = 7
 """Raise when the same recipe and files would have other figures."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -70,8 +70,8 @@ class DataStatistics:
         end_to_end: `quantiles` of rows of several texts that lie end to end, where the mean of a row's texts counts;
             empty where rows have one text, or only such of one length.
         longest_eval_end_to_end: `longest_eval` of such rows.
-        in_common: Tokens that each further document of a micro-batch of 2, 4, 8 … has in common with others, on
-            average, where these are computed once; empty where there are none.
+        in_common: Of some numbers of documents in a micro-batch, tokens that each further one has in common with
+            others, on average, where these are computed once; empty where there are none.
     """
 
     rows: int
@@ -87,7 +87,7 @@ class DataStatistics:
     sample: str = ""
     end_to_end: tuple[float, ...] = ()
     longest_eval_end_to_end: float = 0.0
-    in_common: tuple[float, ...] = ()
+    in_common: tuple[tuple[int, float], ...] = ()
 
     @property
     def mean_length(self) -> float:
@@ -113,8 +113,8 @@ class DataStatistics:
         if not self.in_common:
             return 0.0 * sequences
         documents = np.maximum(sequences * self.documents / self.rows, 1.0)
-        each = np.interp(np.log2(documents), np.arange(1, len(self.in_common) + 1), self.in_common)
-        return each * (documents - 1)
+        sizes, tokens = zip(*self.in_common, strict=True)
+        return np.interp(np.log2(documents), np.log2(sizes), tokens) * (documents - 1)
 
     @functools.cache  # noqa: B019 (there are few figures)
     def dealt(self, size: int, count: int, flat: bool, each: int = 1) -> Dealt:
@@ -143,12 +143,15 @@ class DataStatistics:
         return Dealt(*map(float, (tokens.mean(), (tokens * longest).mean(), longest.mean(), tokens.max())))
 
 
-def answered(recipe: Recipe, prompts: Any, held_out: Any) -> DataStatistics:
+def answered(
+    recipe: Recipe, prompts: Any, held_out: Any, in_common: tuple[tuple[int, float], ...] = ()
+) -> DataStatistics:
     """Figures of prompts whose answers are yet to come, and are taken to be as long as they may be.
 
     Args:
         prompts: (rows,) tokens of each.
         held_out: (rows,) the same of those held out.
+        in_common: See `DataStatistics`.
     """
     import numpy as np
 
@@ -164,6 +167,7 @@ def answered(recipe: Recipe, prompts: Any, held_out: Any) -> DataStatistics:
         eval_rows=len(held),
         eval_tokens=int(held.sum()),
         longest_eval=int(held.max(initial=0)),
+        in_common=in_common,
     )
 
 

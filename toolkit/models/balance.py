@@ -17,7 +17,7 @@ import torch
 
 FUNCTION = "load_balancing_loss_func"
 """What Transformers' models call it."""
-_MASK: dict[str, torch.Tensor | None] = {"text": None}
+_COUNTS: dict[str, torch.Tensor | None] = {"text": None}
 
 
 def modules_of(model: Any) -> list[Any]:
@@ -42,18 +42,19 @@ def leave_out_padding(model: Any) -> None:
 
 
 @contextmanager
-def of_text(mask: torch.Tensor | None) -> Iterator[None]:
-    """While this context lasts, a model is given a batch in which this mask (B, L) is true for text; None for all."""
-    before, _MASK["text"] = _MASK["text"], mask
+def of_text(counts: torch.Tensor | None) -> Iterator[None]:
+    """While this context lasts, each position (B, L) of a model's batch counts as so many tokens of text: none of
+    padding, and several where it is computed for several documents. Without counts each is one."""
+    before, _COUNTS["text"] = _COUNTS["text"], counts
     try:
         yield
     finally:
-        _MASK["text"] = before
+        _COUNTS["text"] = before
 
 
-def text_mask() -> torch.Tensor | None:
+def text_counts() -> torch.Tensor | None:
     """What `of_text` was given."""
-    return _MASK["text"]
+    return _COUNTS["text"]
 
 
 def _of_text(balance: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,8 +63,9 @@ def _of_text(balance: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(balance)
     def masked(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        if given.arguments.get("attention_mask") is None and (mask := text_mask()) is not None:
-            given.arguments["attention_mask"] = mask
+        if given.arguments.get("attention_mask") is None and (counts := text_counts()) is not None:
+            # It multiplies what it sums by the mask, and divides by the mask's sum.
+            given.arguments["attention_mask"] = counts
         return balance(*given.args, **given.kwargs)
 
     vars(masked)["leaves_out_padding"] = True

@@ -130,7 +130,7 @@ def compare(
     model.eval()
     try:
         with torch.no_grad():
-            with of_text(batch.get("text_mask")):
+            with of_text(batch.get("text_counts")):
                 own = model(**inputs)
             largest = own.logits.abs().max().item()
             own.logits = at(own.logits, batch["label_positions"])

@@ -79,12 +79,12 @@ class OutputHead:
             fused_lm_head: bool = False,
             labels: Any = None,
             label_positions: torch.Tensor | None = None,
-            text_mask: torch.Tensor | None = None,
+            text_counts: torch.Tensor | None = None,
             **kwargs: Any,
         ) -> Any:
             if not fused_lm_head:
                 return forward(*args, labels=labels, **kwargs)
-            with of_text(text_mask):
+            with of_text(text_counts):
                 return self._score(functools.partial(forward, *args, **kwargs), module, labels, label_positions)
 
         model.forward = types.MethodType(scored, model)
@@ -116,7 +116,7 @@ class OutputHead:
 
     def plain(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What of a batch the model's own forward takes."""
-        return {key: batch[key] for key in batch if key not in ("labels", "label_positions", "text_mask")}
+        return {key: batch[key] for key in batch if key not in ("labels", "label_positions", "text_counts")}
 
     def following(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Labels (1, positions) of what is scored."""

@@ -104,7 +104,7 @@ def _of_rows(balance: Callable[..., Any]) -> Callable[..., Any]:
     def gathered(routed: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
         # Every process scores the whole rows, and the gradients of their parts are summed over as many.
         whole = (collectives.all_gather_single_autograd(each, 0, group()) for each in routed)
-        mask = balances.text_mask()
+        mask = balances.text_counts()
         if mask is not None:
             mask = collectives.all_gather_tensor(mask.flatten().float(), 0, group())
         with balances.of_text(mask):

@@ -80,6 +80,25 @@ def attended(
     return compute(query, key, value, boundaries, longest, scale, window)
 
 
+def continues(where: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the last queries of a document get by themselves, from all of its keys, what they get beside the others:
+    a kernel may take the first of them for that of the first key, or refuse fewer queries than keys.
+
+    Args:
+        where: The device that computes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(32, heads, 64, generator=generator) for heads in (4, 2, 2))
+    query, key, value = (each.to(where, dtype) for each in drawn)
+    whole, last = (torch.tensor([0, count], dtype=torch.int32, device=where) for count in (32, 8))
+    try:
+        expected = attended(_used, query, key, value, (whole, whole), (32, 32), 1 / 8, 0)[-8:].float()
+        found = attended(_used, query[-8:], key, value, (last, whole), (8, 32), 1 / 8, 0).float()
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return bool((found - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm())
+
+
 def _on_gpu(
     query: Any, key: Any, value: Any, boundaries: tuple[Any, Any], longest: tuple[int, int], scale: float, window: int
 ) -> Any:

@@ -269,8 +269,8 @@ class Batch(Section):
     keep a current GPU busy; more only cost memory."""
     share_prefixes: bool = True
     """Compute once what conversations of a micro-batch begin with alike, such as a system message, tools, or the
-    question of two answers, where that changes nothing but the order of sums: with `model.attention: torch_varlen`, and
-    without dropout, noise, experts, or processes that share rows or layers."""
+    question of several answers, where that changes nothing but the order of sums: with `model.attention: torch_varlen`,
+    and without dropout, noise, or processes that share rows or layers."""
 
     @property
     def sequences_per_step(self) -> int:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, TrainingArguments
 
@@ -20,6 +21,7 @@ from toolkit.data.rewards import Scorer, file_hashes
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes
 from toolkit.distributed.rendezvous import Rendezvous
+from toolkit.models import varlen
 from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.cast_choice import drops_casts, keeps_casts
 from toolkit.models.load import ModelSource
@@ -130,7 +132,7 @@ def _trainer(decided: Decided, arguments: TrainingArguments, trained: TrainedMod
     world, prepared, tokenizer, compiles = decided.world, decided.prepared, decided.tokenizer, decided.compiles
     train = prepared.train.divided(world.world_size) if isinstance(prepared.train, Stream) else prepared.train
     train, held_out = with_numbers(recipe, train, prepared.eval)
-    shares = prefixes.are_shared(recipe, decided.source.config.to_dict(), decided.attention)
+    shares = _shares(decided, arguments.device)
     # TRL turns adapters on a base of nf4 or int8 to bf16, which rounds them.
     adapters = [each for each in trained.model.parameters() if each.requires_grad] if recipe.method.quantization else []
     masters = [(each, each.data) for each in adapters]
@@ -183,6 +185,16 @@ def _trainer(decided: Decided, arguments: TrainingArguments, trained: TrainedMod
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _shares(decided: Decided, place: torch.device) -> bool:
+    """Whether beginnings that documents have in common are computed once: where this device's kernels can, too."""
+    if not prefixes.are_shared(decided.recipe, decided.source.config.to_dict(), decided.attention):
+        return False
+    can = varlen.continues(place, getattr(torch, decided.dtypes.compute))
+    if not can and decided.leads:
+        _log.warning("what rows begin with alike is computed for each: attention here takes no fewer queries than keys")
+    return can
 
 
 def _begin(trainer: Any, source: ModelSource, types: Dtypes, train: Any) -> None:
