@@ -24,6 +24,7 @@ from toolkit.distributed.engine_state import EngineState
 from toolkit.distributed.layout import World
 from toolkit.models import compiled_layers, dropout
 from toolkit.models.compiled_layers import CompiledLayers, compiled
+from toolkit.models.head_choice import asks_routers
 from toolkit.models.stored import StoredLinear, stored_as
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import compilation
@@ -60,8 +61,10 @@ def trained(model: Any, rows: int, length: int) -> tuple[float, float]:
     mask[0, -3:] = 0
     # Of the logits: not every model's own loss is of text alone.
     pairs = {"labels": ids} if model.config.is_encoder_decoder else {}
-    logits = model(input_ids=ids, attention_mask=mask, **pairs, use_cache=False).logits
-    loss = functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    outputs = model(input_ids=ids, attention_mask=mask, **pairs, use_cache=False)
+    loss = functional.cross_entropy(outputs.logits.flatten(0, 1), ids.flatten())
+    if (balance := getattr(outputs, "aux_loss", None)) is not None:
+        loss = loss + balance
     model.zero_grad()
     loss.backward()
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
@@ -198,7 +201,24 @@ def test_layers_alike_are_one_graph_without_a_break_as_the_page_says(objective: 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = without_dropout(tiny_model(models_doc.stated(kind, objective), objective)).train()
+    if objective != "seq2seq" and asks_routers(model.config):
+        model.config.get_text_config().output_router_logits = True
     assert tried(model, SHORT if kind in STEPWISE else SIZES) == expected.removeprefix("no: ")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_routers_score_is_collected_from_one_graph(checkpointing: bool) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = without_dropout(tiny_model(models_doc.stated("mixtral", "sft"), "sft")).train()
+    model.config.output_router_logits = True
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    assert tried(model, SIZES) == "yes"
+    model.config.output_router_logits = False
+    plain = trained(model, *SIZES[0])
+    model.config.output_router_logits = True
+    assert trained(model, *SIZES[0])[0] > plain[0] + 0.5, "the balance is in the loss"
 
 
 def tried(model: Any, sizes: Sequence[tuple[int, int]]) -> str:

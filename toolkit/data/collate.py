@@ -174,8 +174,10 @@ class Collator:
             return batch | self.mask(ids, guessed=self.layout == "pairs")
         pads = [batch["labels"].shape[1] - len(row) for row in ids]
         lengths = [np.append(each, pad) if pad else each for each, pad in zip(lengths, pads, strict=True)]
-        if shared or any(pads):
-            batch["text_counts"] = self.padded([shared.counts] if shared else [np.ones_like(row) for row in ids], 0)
+        if shared:
+            batch["text_counts"] = self.padded([shared.counts], 0).to(torch.int16)
+        elif any(pads):
+            batch["text_counts"] = self.padded([np.ones_like(row) for row in ids], 0).bool()
         batch["position_ids"] = torch.from_numpy(np.stack([_positions(each) for each in lengths]))
         if self.layout == "packed":
             batch["use_cache"] = False

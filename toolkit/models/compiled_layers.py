@@ -19,13 +19,15 @@ import functools
 import hashlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch._functorch.config as partitioning
 import torch._inductor.config as inductor
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import output_capturing
 
 from toolkit.common import in_background
 from toolkit.models import dropout
@@ -82,6 +84,10 @@ class CompiledLayers:
             self._compiled[own] = _configured(torch.compile(own, backend=self._compile, dynamic=True), most)
         compiled = functools.partial(self._compiled[own], layer)
 
+        def collecting(keys: Collection[str], *args: Any, **kwargs: Any) -> Any:
+            with _collecting(keys):
+                return compiled(*args, **kwargs)
+
         @functools.wraps(whole)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (layer.training and torch.is_grad_enabled()):
@@ -89,9 +95,10 @@ class CompiledLayers:
             if args and not args[0].requires_grad:
                 # Behind frozen embeddings the first layer alone would have a graph without this gradient.
                 args = (args[0].detach().requires_grad_(), *args[1:])
+            collecting_same = functools.partial(collecting, _collected())
             if layer.gradient_checkpointing and layer.training:
-                return layer._gradient_checkpointing_func(functools.partial(compiled, **kwargs), *args)
-            return compiled(*args, **kwargs)
+                return layer._gradient_checkpointing_func(functools.partial(collecting_same, **kwargs), *args)
+            return collecting_same(*args, **kwargs)
 
         vars(forward)["elementwise"] = self._elementwise
         return forward
@@ -107,6 +114,35 @@ class CompiledLayers:
             compiled = torch._dynamo.lookup_backend(self._backend)(graph, inputs)
         self.graphs += 1
         return compiled
+
+
+def _collected() -> tuple[str, ...]:
+    """What Transformers collects within layers, such as the scores of routers."""
+    keys = tuple(output_capturing._active_collector.get() or ())
+    # Its first entry is what the first layer is given.
+    return () if "hidden_states" in keys else keys
+
+
+@contextmanager
+def _collecting(keys: Collection[str]) -> Iterator[None]:
+    """Has compiled code collect into lists of one layer, whose graph then is that of all others.
+
+    Transformers finds what it collects into by a variable of the thread, at which a graph would end; and a layer that
+    is computed again, when nobody collects any more, would be another graph.
+    """
+    if not keys:
+        yield
+        return
+    active = output_capturing._active_collector
+    whole, own = active.get(), {key: list[torch.Tensor]() for key in keys}
+    before = active.compiling, active.global_var
+    active.compiling, active.global_var = True, own
+    try:
+        yield
+    finally:
+        active.compiling, active.global_var = before
+    for key in own if whole else ():
+        whole[key] += own[key]
 
 
 def compiled(model: torch.nn.Module) -> bool:
