@@ -202,8 +202,9 @@ class Selection(TrainerCallback):
             return
         self._failures, self._kept[step] = 0, value
         if leads:
-            # The newest checkpoint may still be on its way.
-            self._prune([step, step - step % (self._session.length.save_steps or step)])
+            # The checkpoint before this step may still be on its way, as may the one of this step later.
+            every = self._session.length.save_steps or step
+            self._prune([step, (step - 1) // every * every])
 
     def _write(self, step: int, state: dict[str, torch.Tensor]) -> tuple[str, str] | None:
         """Why the disk does not do, and what to change, if it does not."""
