@@ -1,6 +1,7 @@
 """The second part of a save: what lies aside in full is flushed, sealed and renamed; if need be by the next start.
 
-It counts from the moment of the renaming on. A note beside it says that it is there in full.
+It counts from the moment of the renaming on. A note beside it says that it is there in full; until it is flushed,
+only for the machine that has it in memory, as long as that is not restarted.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from toolkit.recipe import Recipe
 from toolkit.seal import seal
 from toolkit.train import fast_folder
 from toolkit.train.checkpoint import rotate
-from toolkit.train.storage import flush, unwritable
+from toolkit.train.storage import boot, flush, unwritable
 
 Take = Callable[[Recipe, Path], dict[str, Any] | None]
 """As `fast_folder.take_left`."""
+_IN_MEMORY = "in_memory"
+"""In a note: the `boot` of the machine that may still hold in memory what lies aside."""
 
 
 def aside(checkpoints: Path) -> Path:
@@ -42,7 +45,8 @@ def complete_left(folder: Path, recipe: Recipe, take: Take = fast_folder.take_le
         for note in aside(folder).glob("checkpoint-*.json"):
             with contextlib.suppress(ValueError):
                 values = json.loads(note.read_text(encoding="utf-8"))
-                if note.with_suffix("").is_dir():
+                in_memory = values.pop(_IN_MEMORY, None)
+                if note.with_suffix("").is_dir() and (in_memory is None or (in_memory and in_memory == boot())):
                     complete(folder, values, limit)
         if left := take(recipe, aside(folder)):
             complete(folder, left, limit)
@@ -69,10 +73,12 @@ def complete(folder: Path, values: Mapping[str, Any], limit: int | None) -> None
     step = values["step"]
     place, written = folder / f"checkpoint-{step}", aside(folder) / f"checkpoint-{step}"
     room(aside(folder)).unlink(missing_ok=True)
-    write_json(note := written.with_suffix(".json"), values)
+    write_json(note := written.with_suffix(".json"), {**values, _IN_MEMORY: boot()})
     for each in (*written.rglob("*"), written):
         flush(each)
-    seal(written, values)
+    write_json(note, values)
+    flush(seal(written, values))
+    flush(written)
     # What is left of a damaged one.
     shutil.rmtree(place, ignore_errors=True)
     written.rename(place)

@@ -160,6 +160,14 @@ def _chain(error: BaseException) -> list[BaseException]:
     return errors
 
 
+def boot() -> str:
+    """Names the time since this machine was started; empty where it is not told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def flush(place: Path) -> None:
     """Has a file, or a folder's list of files, on the drive, not only in memory on the way to it.
 
