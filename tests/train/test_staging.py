@@ -127,14 +127,20 @@ def test_all_of_a_checkpoint_is_on_the_drive_before_it_counts(tmp_path: Path, mo
     assert after == ["renamed", tmp_path.name]
 
 
+RECIPE = Recipe.model_validate({"model": {"path": "a/b"}, "data": {"sources": ["c"]}})
+
+
+def left(recipe: Recipe, target: Path) -> None:
+    """No machine has taken anything in."""
+
+
 @pytest.mark.parametrize("at", ["flush", "seal"])
 @pytest.mark.parametrize("restarted", [True, False])
 def test_what_was_not_flushed_counts_only_on_the_machine_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, restarted: bool
 ) -> None:
     """A file that was on its way to the drive when the machine lost its power may be there with nothing in it."""
-    values: dict[str, Any] = {"model": {"path": "a/b"}, "data": {"sources": ["c"]}}
-    recipe, written = Recipe.model_validate(values), written_aside(tmp_path)
+    written = written_aside(tmp_path)
 
     def killed(*of: Any) -> None:
         raise KeyboardInterrupt
@@ -146,5 +152,31 @@ def test_what_was_not_flushed_counts_only_on_the_machine_that_has_it(
         monkeypatch.setattr(sealing, "boot", lambda: "another")
     if restarted and at == "flush":
         (written / "weights").write_text("", encoding="utf-8")
-    complete_left(tmp_path, recipe, take=lambda recipe, target: None)
+    complete_left(tmp_path, RECIPE, take=left)
     assert (tmp_path / "checkpoint-2").exists() == (at == "seal" or not restarted)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_a_killed_process_had_yet_to_delete_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """After the last save nothing else would. Where the newest checkpoint has been damaged since, all others stay."""
+    limit = RECIPE.checkpoint.save_total_limit
+    assert limit
+    for step in range(-limit, 0):
+        (tmp_path / f"checkpoint-{step + 2}").mkdir()
+    written_aside(tmp_path)
+
+    def killed(*of: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sealing, "rotate", killed)
+        complete(tmp_path, {"step": 2}, limit)
+    there = sorted(tmp_path.glob("checkpoint-*"))
+    assert len(there) == limit + 1
+    if not whole:
+        (tmp_path / "checkpoint-2" / "weights").unlink()
+    complete_left(tmp_path, RECIPE, take=left)
+    assert sorted(tmp_path.glob("checkpoint-*")) == there[whole:]
+    assert aside(tmp_path).exists() != whole

@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit.files import write_json
 from toolkit.recipe import Recipe
-from toolkit.seal import seal
+from toolkit.seal import fault, seal
 from toolkit.train import fast_folder
 from toolkit.train.checkpoint import rotate
 from toolkit.train.storage import boot, flush, unwritable
@@ -46,8 +46,11 @@ def complete_left(folder: Path, recipe: Recipe, take: Take = fast_folder.take_le
             with contextlib.suppress(ValueError):
                 values = json.loads(note.read_text(encoding="utf-8"))
                 in_memory = values.pop(_IN_MEMORY, None)
-                if note.with_suffix("").is_dir() and (in_memory is None or (in_memory and in_memory == boot())):
+                written = note.with_suffix("")
+                if written.is_dir() and (in_memory is None or (in_memory and in_memory == boot())):
                     complete(folder, values, limit)
+                elif not written.exists() and not fault(folder / written.name):
+                    _make_room(folder, values["step"], limit)
         if left := take(recipe, aside(folder)):
             complete(folder, left, limit)
     except OSError as error:
@@ -83,9 +86,13 @@ def complete(folder: Path, values: Mapping[str, Any], limit: int | None) -> None
     shutil.rmtree(place, ignore_errors=True)
     written.rename(place)
     flush(folder)
-    note.unlink()
-    shutil.rmtree(aside(folder), ignore_errors=True)
+    _make_room(folder, step, limit)
+
+
+def _make_room(folder: Path, step: int, limit: int | None) -> None:
+    """Deletes what nobody needs once a checkpoint counts; its note last, which has the next start do this again."""
     rotate(folder, step, limit)
+    shutil.rmtree(aside(folder), ignore_errors=True)
 
 
 def room(folder: Path) -> Path:
