@@ -317,6 +317,18 @@ def test_a_run_does_not_continue_on_another_model_or_other_data(kind: str) -> No
     assert new.path == Path("runs/small-2") and new.resume_from is None
 
 
+def test_a_start_that_is_accepted_removes_what_killed_ones_have_left_of_files() -> None:
+    stopped()
+    left = Path("runs/small/.held_out_rows.json.7.89ab.partial")
+    left.write_text("[", encoding="utf-8")
+    folder = claim(small(), 2)
+    with pytest.raises(UserError, match="changed since the run began"):
+        folder.describe(small(), LAYOUT, {"data": "89ab"})
+    assert left.exists()
+    folder.describe(small(), LAYOUT, HASHES)
+    assert not left.exists()
+
+
 def test_what_was_not_hashed_when_a_run_ended_is_not_compared() -> None:
     stopped(hashes={"data": "0123"})
     folder = claim(small(), 2)

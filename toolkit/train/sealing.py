@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.files import write_json
+from toolkit.files import remove_partial, write_json
 from toolkit.recipe import Recipe
 from toolkit.seal import fault, seal
 from toolkit.train import fast_folder
@@ -76,6 +76,7 @@ def complete(folder: Path, values: Mapping[str, Any], limit: int | None) -> None
     step = values["step"]
     place, written = folder / f"checkpoint-{step}", aside(folder) / f"checkpoint-{step}"
     room(aside(folder)).unlink(missing_ok=True)
+    remove_partial(written)  # Of a seal, by one that was killed.
     write_json(note := written.with_suffix(".json"), {**values, _IN_MEMORY: boot()})
     for each in (*written.rglob("*"), written):
         flush(each)
