@@ -29,6 +29,7 @@ SAVES = "checkpoint.save_steps=2"
 CHOICES = {
     "last": [],
     "best": ["checkpoint.keep_best=eval_loss", "evaluation.every_steps=1"],
+    "best is last": ["checkpoint.keep_best=eval_loss", "evaluation.every_steps=1", "learning_rate=1e-4"],
     "mean": ["checkpoint.average_last=2", SAVES, "evaluation.every_steps=2"],
     "stopped": ["schedule.early_stopping_patience=1", "evaluation.every_steps=1", "learning_rate=1"],
 }
@@ -110,6 +111,7 @@ STAGES = {
 SAVED = [*STAGES][3:]
 """Stages from which on no checkpoint is needed."""
 FAST = [("single", "last", "before the answers"), ("ddp", "last", "before the evaluation")]
+FAST += [("single", "best is last", "before the evaluation")]
 REST = [
     (engine, choice, stage)
     for engine in ("single", "ddp")
