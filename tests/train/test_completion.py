@@ -142,6 +142,16 @@ def check_stage(ranks: Ranks, home: Path, engine: str, choice: str, stage: str, 
     assert "This run is finished" in start(ranks, home, engine, name, *CHOICES[choice], *own)[1].stdout
 
 
+def test_models_that_were_yet_to_be_deleted_are_deleted(ranks: Ranks, home: Path) -> None:
+    """A finished run keeps what its checkpoints need, which is nothing here."""
+    settings, killed = CHOICES["best is last"], "before:toolkit.train.selection.Selection.clear:1"
+    run, done = start(ranks, home, "single", "yet-to-be-deleted", *settings, killed=killed)
+    assert -signal.SIGKILL in done.codes and list((run / "snapshots").iterdir()), done.stderr[-3000:]
+    run, done = start(ranks, home, "single", run.name, *settings)
+    check_completed(run, done, straight(ranks, home, "single", "best is last"))
+    assert not list((run / "snapshots").iterdir()) and "was not kept" not in done.stderr
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", [*STAGES][:3])
 @pytest.mark.parametrize("engine", ["single", "ddp", "zero2", "zero3", "fsdp"])

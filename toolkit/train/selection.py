@@ -115,7 +115,8 @@ class Selection(TrainerCallback):
         broadcast_object_list(box)
         values = evaluations_by(state, self._metric) if self._metric else dict.fromkeys(box[0], 0.0)
         self._kept = {step: values[step] for step in box[0] if step in values}
-        if values and max(values.values()) > max(self._kept.values(), default=-math.inf):
+        published = self._session.folder.is_trained  # Then nothing is chosen any more.
+        if not published and max(values.values(), default=-math.inf) > max(self._kept.values(), default=-math.inf):
             self._tried_from = state.global_step
             if self._session.leads:
                 _log.warning(
