@@ -106,6 +106,11 @@ class RunFolder:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
+    def kept_bytes(self) -> int:
+        """Of checkpoints and models that are there already."""
+        places = (self.checkpoints, self.path / "snapshots", self.final)
+        return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Keeps other processes from training in this folder. The lock goes with the process, however it ends.
