@@ -14,7 +14,7 @@ from toolkit.common import (
     UserError,
     in_background,
 )
-from toolkit.files import check_disk, write_atomically, write_json, write_json_lines
+from toolkit.files import check_disk, remove_partial, write_atomically, write_json, write_json_lines
 
 
 def test_a_disk_too_small_is_refused_with_both_numbers(tmp_path: Path) -> None:
@@ -31,6 +31,23 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert file.read_text() == "old"
     write_atomically(file, "new")
     assert file.read_text() == "new"
+
+
+def test_what_a_killed_process_has_left_of_a_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is: files that were not finished under another name are somebody else's."""
+    for name in ("figures.json", ".lock", "rows.partial"):
+        (tmp_path / name).touch()
+    there = sorted(tmp_path.iterdir())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", _killed)
+        write_atomically(tmp_path / "figures.json", "new")
+    assert sorted(tmp_path.iterdir()) != there
+    remove_partial(tmp_path)
+    assert sorted(tmp_path.iterdir()) == there
+
+
+def _killed(*of: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("folder", ["missing", "a file"])

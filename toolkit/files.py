@@ -31,6 +31,13 @@ def write_atomically(file: Path, text: str | bytes) -> None:
         raise
 
 
+def remove_partial(folder: Path) -> None:
+    """Removes from a folder, in which nobody else writes now, what processes that were killed have left of files."""
+    for partial in folder.glob(".*.partial"):
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
 def write_new(file: Path, text: str) -> None:
     """Writes a file as `write_atomically` does, in a folder that is made where there is none."""
     file.parent.mkdir(parents=True, exist_ok=True)

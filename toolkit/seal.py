@@ -34,8 +34,8 @@ def build_sealed(path: Path, build: Callable[[Path], None]) -> Path:
     return build_once(path, build_and_seal, fault)
 
 
-def seal(checkpoint: Path, values: Mapping[str, Any]) -> None:
-    """Records that a folder is whole. To be called when every process has written its part.
+def seal(checkpoint: Path, values: Mapping[str, Any]) -> Path:
+    """Records that a folder is whole. To be called when every process has written its part. Returns the record.
 
     Args:
         values: What to record beside the files: `step`, `method` and who wrote it.
@@ -44,6 +44,7 @@ def seal(checkpoint: Path, values: Mapping[str, Any]) -> None:
     record = {**values, "files": contents(checkpoint)}
     # Last of all, and as one operation: it makes the checkpoint count.
     write_json(checkpoint / _RECORD, {**record, "sha256": _digest(record)})
+    return checkpoint / _RECORD
 
 
 def read_seal(checkpoint: Path) -> dict[str, Any]:

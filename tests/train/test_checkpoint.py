@@ -182,10 +182,23 @@ def test_a_named_checkpoint_must_be_whole_and_of_this_method_with_steps_left(pla
     for overrides, what, change in (
         (["schedule.max_steps=3"], "is at step 3 already, schedule.max_steps is 3", "raise schedule.max_steps"),
         (["method.name=lora"], "holds a full model, the recipe trains an adapter", "set method.name"),
+        (
+            ["optimizer.name=lion"],
+            "holds the state of optimizer.name=adamw, with which optimizer.name=lion cannot go on",
+            "set the optimizer as the checkpoint was trained",
+        ),
+        (
+            ["optimizer.args.amsgrad=true"],
+            "holds the state of optimizer.name=adamw, with which optimizer.name=adamw optimizer.args.amsgrad=True "
+            "cannot go on",
+            "set the optimizer as the checkpoint was trained",
+        ),
     ):
         with pytest.raises(UserError) as refusal:
             checkpoint.check_named(folder, recipe_of(*overrides).recipe)
         assert refusal.value.what == f"checkpoint.resume={folder} {what}" and change in refusal.value.change
+    # One computes as the other, in fewer calls.
+    checkpoint.check_named(folder, recipe_of("optimizer.name=adamw_torch").recipe)
     (folder / "seal.json").unlink()
     with pytest.raises(UserError, match="was cut off while saving"):
         checkpoint.check_named(folder, recipe_of().recipe)
@@ -325,6 +338,7 @@ def test_another_learning_rate_is_said_to_be_without_effect(ranks: Ranks, home: 
     assert losses(continued) == pytest.approx(losses(straight)[3:], rel=1e-6)
     said = " ".join((continued / "said.txt").read_text(encoding="utf-8").split())
     assert "optimizer.learning_rate=1e-05 has no effect: checkpoint-3 goes on with" in said
+    assert "Steps 1 to 3 count as taken, and this recipe's rows for them as trained on." in said
 
 
 @pytest.mark.parametrize(("before", "after"), [("ddp", "ddp"), ("ddp", "zero2"), ("zero2", "zero2")])

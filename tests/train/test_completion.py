@@ -29,6 +29,7 @@ SAVES = "checkpoint.save_steps=2"
 CHOICES = {
     "last": [],
     "best": ["checkpoint.keep_best=eval_loss", "evaluation.every_steps=1"],
+    "best is last": ["checkpoint.keep_best=eval_loss", "evaluation.every_steps=1", "learning_rate=1e-4"],
     "mean": ["checkpoint.average_last=2", SAVES, "evaluation.every_steps=2"],
     "stopped": ["schedule.early_stopping_patience=1", "evaluation.every_steps=1", "learning_rate=1"],
 }
@@ -110,6 +111,7 @@ STAGES = {
 SAVED = [*STAGES][3:]
 """Stages from which on no checkpoint is needed."""
 FAST = [("single", "last", "before the answers"), ("ddp", "last", "before the evaluation")]
+FAST += [("single", "best is last", "before the evaluation")]
 REST = [
     (engine, choice, stage)
     for engine in ("single", "ddp")
@@ -138,6 +140,16 @@ def check_stage(ranks: Ranks, home: Path, engine: str, choice: str, stage: str, 
     check_completed(run, done, other)
     assert steps(run) == before, "no step was taken again"
     assert "This run is finished" in start(ranks, home, engine, name, *CHOICES[choice], *own)[1].stdout
+
+
+def test_models_that_were_yet_to_be_deleted_are_deleted(ranks: Ranks, home: Path) -> None:
+    """A finished run keeps what its checkpoints need, which is nothing here."""
+    settings, killed = CHOICES["best is last"], "before:toolkit.train.selection.Selection.clear:1"
+    run, done = start(ranks, home, "single", "yet-to-be-deleted", *settings, killed=killed)
+    assert -signal.SIGKILL in done.codes and list((run / "snapshots").iterdir()), done.stderr[-3000:]
+    run, done = start(ranks, home, "single", run.name, *settings)
+    check_completed(run, done, straight(ranks, home, "single", "best is last"))
+    assert not list((run / "snapshots").iterdir()) and "was not kept" not in done.stderr
 
 
 @pytest.mark.matrix

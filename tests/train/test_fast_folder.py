@@ -289,7 +289,7 @@ def test_only_what_is_there_in_full_is_copied_by_the_next_start(
     if damage in DAMAGES:
         DAMAGES[damage](folder.place)
     elif damage == "machine started anew":
-        monkeypatch.setattr(fast_folder, "_boot", lambda: "another")
+        monkeypatch.setattr(fast_folder, "boot", lambda: "another")
     elif damage == "another run folder":
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         target = aside(tmp_path / "copy" / "checkpoints")

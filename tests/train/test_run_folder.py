@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,8 +30,9 @@ from toolkit.distributed.layout import World, batch_layout
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Loaded, load
 from toolkit.recipe.load import load_resolved
+from toolkit.report.terminal import Progress
 from toolkit.seal import contents, seal
-from toolkit.train import checkpoint
+from toolkit.train import checkpoint, decide
 from toolkit.train import model as loading
 from toolkit.train.run_folder import (
     RunFolder,
@@ -315,6 +318,36 @@ def test_a_run_does_not_continue_on_another_model_or_other_data(kind: str) -> No
     new = claim(small("checkpoint.resume=never"), 2)
     new.describe(small("checkpoint.resume=never"), LAYOUT, other)
     assert new.path == Path("runs/small-2") and new.resume_from is None
+
+
+@pytest.mark.parametrize(("left", "fits"), [(400, True), (300, False)])
+def test_a_disk_needs_room_only_for_what_is_not_there_yet(
+    monkeypatch: pytest.MonkeyPatch, left: int, fits: bool
+) -> None:
+    """A run for which the disk did when it began goes on there."""
+    stopped()
+    folder = claim(small(), 2)
+    (folder.checkpoints / "checkpoint-3" / "more").write_bytes(bytes(600 - folder.kept_bytes()))
+    guard: Any = SimpleNamespace(
+        plan=SimpleNamespace(notes=[], disk=None), loaded=small(), check=lambda: pytest.fail("it is forced")
+    )
+    monkeypatch.setattr(decide, "run_folder_bytes", lambda *of: 1000)
+    monkeypatch.setattr(decide, "brief_text", lambda plan: SimpleNamespace(plain=""))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=left))
+    with nullcontext() if fits else pytest.raises(UserError, match="checkpoints and models still need"):
+        decide._checked(guard, folder, Progress(), force=True)
+
+
+def test_a_start_that_is_accepted_removes_what_killed_ones_have_left_of_files() -> None:
+    stopped()
+    left = Path("runs/small/.held_out_rows.json.7.89ab.partial")
+    left.write_text("[", encoding="utf-8")
+    folder = claim(small(), 2)
+    with pytest.raises(UserError, match="changed since the run began"):
+        folder.describe(small(), LAYOUT, {"data": "89ab"})
+    assert left.exists()
+    folder.describe(small(), LAYOUT, HASHES)
+    assert not left.exists()
 
 
 def test_what_was_not_hashed_when_a_run_ended_is_not_compared() -> None:

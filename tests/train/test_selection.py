@@ -22,6 +22,8 @@ from transformers import TrainerControl, TrainerState
 
 from toolkit.recipe import Recipe
 from toolkit.report.load import read_run
+from toolkit.train import selection
+from toolkit.train.run_folder import RunFolder
 from toolkit.train.selection import EarlyStopping
 
 # Held-out loss falls for some steps and rises then, for the learning rate is far too high.
@@ -238,6 +240,31 @@ def test_what_is_published_is_the_same_after_a_kill(
     assert answers(folder) == answers(straight)
     kept = [sorted(file.name for file in (each / "snapshots").glob("*")) for each in (folder, straight)]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(("key", "value"), [("keep_best", "eval_loss"), ("average_last", 2)])
+def test_what_a_checkpoint_on_its_way_needs_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object
+) -> None:
+    """The checkpoint of step 4 is not there yet when the weights after step 6, of which there is one too, are kept; a
+    run that is killed then goes on from step 4."""
+    recipe = {"checkpoint": {key: value}, "model": {"path": "a/b"}, "data": {"sources": ["c"], "eval_split": 0.1}}
+    trainer = SimpleNamespace(saves=SimpleNamespace(fast=None, before=None))
+    session: Any = SimpleNamespace(
+        recipe=Recipe.model_validate(recipe), trainer=trainer, leads=True, dtypes=None,
+        length=SimpleNamespace(save_steps=2), folder=RunFolder(tmp_path),
+    )  # fmt: skip
+    monkeypatch.setattr(selection, "broadcast_object_list", lambda box: None)
+    monkeypatch.setattr(selection.snapshots, "take", lambda *of: {})
+    monkeypatch.setattr(selection.snapshots, "write", lambda state, folder, values: folder.mkdir(parents=True))
+    keeps, state = selection.Selection(session, pause=print), TrainerState(max_steps=8)
+    (tmp_path / "checkpoints" / "checkpoint-2").mkdir(parents=True)
+    for step in (2, 4, 6):
+        state.global_step = step
+        state.log_history.append({"step": step, "eval_loss": 1 / step})
+        keeps.on_step_end(None, state, None)
+        keeps.on_log(None, state, None, state.log_history[-1])
+    assert sorted(place.name for place in (tmp_path / "snapshots").iterdir()) == ["step-2", "step-4", "step-6"]
 
 
 @pytest.mark.parametrize("choice", ["best", "mean"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import faults
 import pytest
@@ -12,8 +14,10 @@ from faults import engines, run, saved
 from harness import losses, metrics
 from ranks import Ranks
 
-from toolkit.seal import read_seal
-from toolkit.train.sealing import aside
+from toolkit.recipe import Recipe
+from toolkit.seal import fault, read_seal
+from toolkit.train import sealing
+from toolkit.train.sealing import aside, complete, complete_left
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +93,90 @@ def test_what_was_not_written_in_full_is_not_completed(ranks: Ranks, home: Path)
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["resumed_from"].endswith("checkpoint-4")
     assert list(saved(folder)) == [4, 6] and not aside(folder / "checkpoints").exists()
+
+
+def written_aside(folder: Path) -> Path:
+    """A checkpoint of step 2 that all processes have written."""
+    written = aside(folder) / "checkpoint-2"
+    written.mkdir(parents=True)
+    for name in ("weights", "state"):
+        (written / name).write_text(name, encoding="utf-8")
+    return written
+
+
+def test_all_of_a_checkpoint_is_on_the_drive_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that loses its power keeps what was flushed, and no more."""
+    flush, rename, order = os.fsync, Path.rename, list[str]()
+
+    def flushed(descriptor: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        flush(descriptor)
+
+    def renamed(place: Path, target: Path) -> Path:
+        order.append("renamed")
+        return rename(place, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "rename", renamed)
+    written_aside(tmp_path)
+    complete(tmp_path, {"step": 2}, None)
+    assert not fault(tmp_path / "checkpoint-2")
+    before, after = order[: order.index("renamed")], order[order.index("renamed") :]
+    assert {"weights", "state"} < {*before[: before.index("seal.json")]}
+    assert before[-1] == "checkpoint-2", "its list of files"
+    assert after == ["renamed", tmp_path.name]
+
+
+RECIPE = Recipe.model_validate({"model": {"path": "a/b"}, "data": {"sources": ["c"]}})
+
+
+def left(recipe: Recipe, target: Path) -> None:
+    """No machine has taken anything in."""
+
+
+@pytest.mark.parametrize("at", ["flush", "seal"])
+@pytest.mark.parametrize("restarted", [True, False])
+def test_what_was_not_flushed_counts_only_on_the_machine_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, restarted: bool
+) -> None:
+    """A file that was on its way to the drive when the machine lost its power may be there with nothing in it."""
+    written = written_aside(tmp_path)
+
+    def killed(*of: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sealing, at, killed)
+        complete(tmp_path, {"step": 2}, None)
+    if restarted:
+        monkeypatch.setattr(sealing, "boot", lambda: "another")
+    if restarted and at == "flush":
+        (written / "weights").write_text("", encoding="utf-8")
+    complete_left(tmp_path, RECIPE, take=left)
+    assert (tmp_path / "checkpoint-2").exists() == (at == "seal" or not restarted)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_a_killed_process_had_yet_to_delete_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """After the last save nothing else would. Where the newest checkpoint has been damaged since, all others stay."""
+    limit = RECIPE.checkpoint.save_total_limit
+    assert limit
+    for step in range(-limit, 0):
+        (tmp_path / f"checkpoint-{step + 2}").mkdir()
+    written_aside(tmp_path)
+
+    def killed(*of: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sealing, "rotate", killed)
+        complete(tmp_path, {"step": 2}, limit)
+    there = sorted(tmp_path.glob("checkpoint-*"))
+    assert len(there) == limit + 1
+    if not whole:
+        (tmp_path / "checkpoint-2" / "weights").unlink()
+    complete_left(tmp_path, RECIPE, take=left)
+    assert sorted(tmp_path.glob("checkpoint-*")) == there[whole:]
+    assert aside(tmp_path).exists() != whole

@@ -40,6 +40,9 @@ def test_why_a_run_folder_cannot_be_written(place: Path) -> None:
     assert unwritable(place, RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
     for unrelated in (written_to("nowhere/file"), ValueError("no"), RuntimeError("unexpected pos 64 vs 0")):
         assert unwritable(place, unrelated) is None
+    cache = UserError("prepared data cannot be written to `cache`: No space left on device", "free space there")
+    cache.__cause__ = full
+    assert unwritable(place, cache) is None, "it is another disk that is full"
     gone = unwritable(place / "gone", written_to(str(place / "gone" / "file")))
     assert gone and gone.what == f"{place / 'gone'} was deleted while it was trained in"
 

@@ -179,6 +179,12 @@ class Traits:
         # bitsandbytes' AdEMAMix keeps two moments in one tensor; of other packages nothing is known.
         return not whole and self.family != "ademamix" and self.module in ("torch", "bitsandbytes")
 
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What tells what it keeps from what others keep: those with the same go on with each other's checkpoints."""
+        of_all = (self.module, self.family, self.moments, self.bits)
+        return (*of_all, self.factored, bool(self.rank), self.rest, self.layerwise)
+
     def updates(self, shape: tuple[int, ...], place: str) -> bool:
         """Whether it updates a parameter itself, and does not leave it to `rest`; for `place` see `Tensors`."""
         return not self.rest or (place == "layer" and len(shape) == 2)

@@ -14,6 +14,7 @@ from toolkit.common import UserError
 from toolkit.models.parts import whole_shape
 from toolkit.models.pipeline import chain
 from toolkit.recipe import Recipe
+from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.seal import fault, read_seal
 
 _IN_STATE = {"learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum"}
@@ -62,6 +63,7 @@ def record(step: int, recipe: Recipe, world_size: int, model: Mapping[str, Any])
         model: What `trained` says of it.
     """
     state = {"method": recipe.method.name, "optimizer": recipe.optimizer.model_dump(include=_IN_STATE)}
+    state["kept_by"] = recipe.optimizer.model_dump(include={"name", "args"})
     return {"step": step, **model, **state, **writer(recipe, world_size)}
 
 
@@ -114,7 +116,8 @@ def check_named(checkpoint: Path, recipe: Recipe) -> None:
     """Refuses a checkpoint that the user named and that this recipe cannot continue.
 
     Raises:
-        UserError: If it is cut off or damaged, holds another method's weights, or has no step left to take.
+        UserError: If it is cut off or damaged, holds another method's weights or another optimizer's state, or has no
+            step left to take.
     """
     what = f"checkpoint.resume={checkpoint}"
     if reason := fault(checkpoint):
@@ -130,12 +133,29 @@ def check_named(checkpoint: Path, recipe: Recipe) -> None:
             f"{what} holds {kinds[method]}, the recipe trains {kinds[recipe.method.name]}",
             "set method.name as the checkpoint was trained",
         )
+    kept_by = read_seal(checkpoint).get("kept_by", {})
+    if kept_by and _state(**kept_by) != _state(recipe.optimizer.name, recipe.optimizer.args):
+        then, now = _named(**kept_by), _named(recipe.optimizer.name, recipe.optimizer.args)
+        raise UserError(
+            f"{what} holds the state of {then}, with which {now} cannot go on",
+            "set the optimizer as the checkpoint was trained, or begin anew from a final model: model.path",
+        )
     steps = recipe.schedule.max_steps
     if steps is not None and steps <= step_of(checkpoint):
         raise UserError(
             f"{what} is at step {step_of(checkpoint)} already, schedule.max_steps is {steps}",
             "raise schedule.max_steps",
         )
+
+
+def _state(name: str, args: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Equal for optimizers that go on with each other's state, of which their arguments are a part."""
+    return *(OPTIMIZERS[name].state if name in OPTIMIZERS else (name,)), dict(args)
+
+
+def _named(name: str, args: Mapping[str, Any]) -> str:
+    said = " ".join(f"optimizer.args.{key}={value}" for key, value in args.items())
+    return f"optimizer.name={name} {said}".rstrip()
 
 
 def converts(checkpoint: Path, recipe: Recipe, world_size: int) -> bool:

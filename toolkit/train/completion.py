@@ -60,7 +60,7 @@ class Completion(TrainerCallback):
         if not published:
             return None
         best = self._session.recipe.checkpoint.keep_best
-        rows = [row for row in state.log_history if best and row["step"] == published.step]
+        rows = [row for row in state.log_history if row["step"] == published.step and best in row]
         return Chosen(published, metrics_of(rows[-1]) if rows else None, None)
 
     def _evaluations(self, end: int) -> list[dict[str, Any]]:

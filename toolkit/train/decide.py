@@ -167,10 +167,11 @@ def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: boo
             _log.warning("%s", note)
     if not force:
         guard.check()
+    kept = folder.kept_bytes()
     check_disk(
         folder.path,
-        run_folder_bytes(guard.loaded.recipe, guard.plan.disk),
-        "checkpoints and models need up to",
+        run_folder_bytes(guard.loaded.recipe, guard.plan.disk) - kept,
+        f"checkpoints and models {'still ' * bool(kept)}need up to",
         "set output.dir to another disk, or lower checkpoint.save_total_limit",
     )
     return guard

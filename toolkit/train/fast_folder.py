@@ -30,7 +30,7 @@ from toolkit.distributed.nvme import remove_abandoned
 from toolkit.files import check_disk, write_json
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import MEMORY
-from toolkit.train.storage import flush, unwritable
+from toolkit.train.storage import boot, flush, unwritable
 
 KEY = "checkpoint.staging"
 _FOLDERS, _NOTES = "toolkit-staging-", "staged-*.json"
@@ -127,7 +127,7 @@ class FastFolder:
         """Has the next start on these machines finish what this one may not come to."""
         token = secrets.token_hex(8)
         (self.place / "token").write_text(token, encoding="utf-8")
-        told = {"token": token, "boot": _boot(), "files": _files(self.place / _name(values)), "values": values}
+        told = {"token": token, "boot": boot(), "files": _files(self.place / _name(values)), "values": values}
         write_json(self._target / _NOTES.replace("*", str(self._rank)), {**told, "machines": self._machines})
 
     def _others(self, name: str) -> None:
@@ -187,8 +187,8 @@ def held(recipe: Recipe, target: Path) -> str:
         token = (place / "token").read_text(encoding="utf-8")
         note = _notes(target)[token]
         # After a start of the machine a disk may hold less than it said.
-        known = (note["boot"], note["files"]) == (_boot(), _files(place / _name(note["values"])))
-        if known and _boot() and place.stat().st_uid == os.geteuid():
+        known = (note["boot"], note["files"]) == (boot(), _files(place / _name(note["values"])))
+        if known and boot() and place.stat().st_uid == os.geteuid():
             return token
     return ""
 
@@ -246,14 +246,6 @@ def _place(recipe: Recipe, target: Path) -> Path:
 
 def _name(values: Mapping[str, Any]) -> str:
     return f"checkpoint-{int(values['step'])}"
-
-
-def _boot() -> str:
-    """Names the time since the machine was started; empty where it is not told."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 def _read(file: Path) -> dict[str, Any]:

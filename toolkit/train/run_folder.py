@@ -33,7 +33,7 @@ from toolkit.cache import LOCK, locked
 from toolkit.common import UserError
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
-from toolkit.files import set_aside, write_json
+from toolkit.files import remove_partial, set_aside, write_json
 from toolkit.recipe import Loaded, Recipe, files
 from toolkit.recipe.teaching import of_teacher
 from toolkit.report.load import Manifest, read_manifest
@@ -106,6 +106,11 @@ class RunFolder:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
+    def kept_bytes(self) -> int:
+        """Of checkpoints and models that are there already."""
+        places = (self.checkpoints, self.path / "snapshots", self.final)
+        return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Keeps other processes from training in this folder. The lock goes with the process, however it ends.
@@ -146,6 +151,8 @@ class RunFolder:
         self.accepted = True
         if (self.path / MANIFEST) in self.passed_over:
             set_aside(self.path / MANIFEST)
+        with _WRITING:
+            remove_partial(self.path)
         while self._waiting:
             self._waiting.pop(0)()
         self.update_manifest(

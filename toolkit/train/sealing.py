@@ -1,6 +1,7 @@
 """The second part of a save: what lies aside in full is flushed, sealed and renamed; if need be by the next start.
 
-It counts from the moment of the renaming on. A note beside it says that it is there in full.
+It counts from the moment of the renaming on. A note beside it says that it is there in full; until it is flushed,
+only for the machine that has it in memory, as long as that is not restarted.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.files import write_json
+from toolkit.files import remove_partial, write_json
 from toolkit.recipe import Recipe
-from toolkit.seal import seal
+from toolkit.seal import fault, seal
 from toolkit.train import fast_folder
 from toolkit.train.checkpoint import rotate
-from toolkit.train.storage import flush, unwritable
+from toolkit.train.storage import boot, flush, unwritable
 
 Take = Callable[[Recipe, Path], dict[str, Any] | None]
 """As `fast_folder.take_left`."""
+_IN_MEMORY = "in_memory"
+"""In a note: the `boot` of the machine that may still hold in memory what lies aside."""
 
 
 def aside(checkpoints: Path) -> Path:
@@ -42,8 +45,12 @@ def complete_left(folder: Path, recipe: Recipe, take: Take = fast_folder.take_le
         for note in aside(folder).glob("checkpoint-*.json"):
             with contextlib.suppress(ValueError):
                 values = json.loads(note.read_text(encoding="utf-8"))
-                if note.with_suffix("").is_dir():
+                in_memory = values.pop(_IN_MEMORY, None)
+                written = note.with_suffix("")
+                if written.is_dir() and (in_memory is None or (in_memory and in_memory == boot())):
                     complete(folder, values, limit)
+                elif not written.exists() and not fault(folder / written.name):
+                    _make_room(folder, values["step"], limit)
         if left := take(recipe, aside(folder)):
             complete(folder, left, limit)
     except OSError as error:
@@ -69,17 +76,24 @@ def complete(folder: Path, values: Mapping[str, Any], limit: int | None) -> None
     step = values["step"]
     place, written = folder / f"checkpoint-{step}", aside(folder) / f"checkpoint-{step}"
     room(aside(folder)).unlink(missing_ok=True)
-    write_json(note := written.with_suffix(".json"), values)
+    remove_partial(written)  # Of a seal, by one that was killed.
+    write_json(note := written.with_suffix(".json"), {**values, _IN_MEMORY: boot()})
     for each in (*written.rglob("*"), written):
         flush(each)
-    seal(written, values)
+    write_json(note, values)
+    flush(seal(written, values))
+    flush(written)
     # What is left of a damaged one.
     shutil.rmtree(place, ignore_errors=True)
     written.rename(place)
     flush(folder)
-    note.unlink()
-    shutil.rmtree(aside(folder), ignore_errors=True)
+    _make_room(folder, step, limit)
+
+
+def _make_room(folder: Path, step: int, limit: int | None) -> None:
+    """Deletes what nobody needs once a checkpoint counts; its note last, which has the next start do this again."""
     rotate(folder, step, limit)
+    shutil.rmtree(aside(folder), ignore_errors=True)
 
 
 def room(folder: Path) -> Path:

@@ -115,7 +115,8 @@ class Selection(TrainerCallback):
         broadcast_object_list(box)
         values = evaluations_by(state, self._metric) if self._metric else dict.fromkeys(box[0], 0.0)
         self._kept = {step: values[step] for step in box[0] if step in values}
-        if values and max(values.values()) > max(self._kept.values(), default=-math.inf):
+        published = self._session.folder.is_trained  # Then nothing is chosen any more.
+        if not published and max(values.values(), default=-math.inf) > max(self._kept.values(), default=-math.inf):
             self._tried_from = state.global_step
             if self._session.leads:
                 _log.warning(
@@ -202,8 +203,9 @@ class Selection(TrainerCallback):
             return
         self._failures, self._kept[step] = 0, value
         if leads:
-            # The newest checkpoint may still be on its way.
-            self._prune([step, step - step % (self._session.length.save_steps or step)])
+            # The checkpoint before this step may still be on its way, as may the one of this step later.
+            every = self._session.length.save_steps or step
+            self._prune([step, (step - 1) // every * every])
 
     def _write(self, step: int, state: dict[str, torch.Tensor]) -> tuple[str, str] | None:
         """Why the disk does not do, and what to change, if it does not."""

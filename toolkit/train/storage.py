@@ -29,13 +29,16 @@ _UNNUMBERED = ("PytorchStreamWriter", "iostream error", "unexpected pos", "Faile
 
 
 def unwritable(folder: Path, error: BaseException, key: str = "output.dir") -> UserError | None:
-    """What to say of an error that ended a run because its folder could not be written; None for any other.
+    """What to say of an error that ended a run because its folder could not be written; None for any other, also for
+    one that says itself which folder it was, such as the cache.
 
     The folder is tried, because most writers do not say what is wrong.
 
     Args:
         key: The setting that names another folder.
     """
+    if isinstance(error, UserError):
+        return None
     errors = _chain(error)
     numbers = _numbers(errors)
     if not any(number in _STORAGE or number == errno.ENOENT for number in numbers) and not any(
@@ -158,6 +161,14 @@ def _chain(error: BaseException) -> list[BaseException]:
         errors += [each for each, _ in getattr(following, "failures", {}).values()]
         following = following.__cause__ or following.__context__
     return errors
+
+
+def boot() -> str:
+    """Names the time since this machine was started; empty where it is not told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def flush(place: Path) -> None:

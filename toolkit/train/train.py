@@ -47,7 +47,7 @@ from toolkit.report.terminal import Progress, prompts_before_after
 from toolkit.seal import contents
 from toolkit.train import preflight
 from toolkit.train.callbacks import Meter
-from toolkit.train.checkpoint import conversion, divides_anew, not_changed
+from toolkit.train.checkpoint import conversion, divides_anew, not_changed, step_of
 from toolkit.train.finite import check_weights
 from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
@@ -142,7 +142,8 @@ def _train(
             if resume_from and resume_from.resolve().parent != folder.checkpoints.resolve():
                 progress.message(
                     f"{resume_from} is no checkpoint of this run, and is taken as checkpoint.resume says: its weights, "
-                    "moments and random numbers are what training goes on from; code in it is not run."
+                    "moments and random numbers are what training goes on from; code in it is not run. Steps 1 "
+                    f"to {step_of(resume_from):,} count as taken, and this recipe's rows for them as trained on."
                 )
             if resume_from and (said := conversion(resume_from, recipe, world.world_size)):
                 session.trainer.converts = True
@@ -232,6 +233,8 @@ def finish(session: Session, callbacks: Callbacks) -> None:
         beat("saving the model")
         chosen = callbacks.selection.choose() if callbacks.selection else None
         _save_final(session, callbacks, chosen)
+    if callbacks.selection and session.leads:
+        callbacks.selection.clear()
     # From here on nothing can be lost, and Ctrl-C means what it always does.
     if callbacks.stop.asked():
         interrupted(session, callbacks, "the model")
@@ -312,8 +315,6 @@ def _save_final(session: Session, callbacks: Callbacks, chosen: Chosen | None) -
         published=chosen.published if chosen else None,
         final={"step": trainer.state.global_step, "files": files},
     )
-    if callbacks.selection:
-        callbacks.selection.clear()
 
 
 def _print_results(session: Session, callbacks: Callbacks, seconds: float, report: Path) -> None:
