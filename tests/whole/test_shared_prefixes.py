@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import small
 from harness import losses, write_recipe
 from ranks import ON_CPU, Ranks
 from small import LORA, RECIPE
@@ -22,6 +24,7 @@ from toolkit.recipe.rules import load_checked
 from toolkit.train.main import main
 
 SYSTEM = "You know all about the methods of strings in Python, and answer in one short sentence. " * 3
+ROWS = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}] * 2
 SIZES = ["batch.seq_len=512", "batch.global_batch_size=8", "batch.micro_batch_size=4", "model.attention=torch_varlen"]
 PAIRS = ["data.sources=[pairs.jsonl]", "batch.micro_batch_size=2", "batch.global_batch_size=4"]
 PROMPTS = [
@@ -96,15 +99,26 @@ def test_losses_are_those_of_conversations_with_beginnings_of_their_own(
     assert len(found["true"]) == 4 and found["true"] == pytest.approx(found["false"], rel=2e-5, abs=1e-6)
 
 
-def test_where_kernels_cannot_each_conversation_has_its_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a GPU whose attention refuses fewer queries than keys."""
+@pytest.mark.parametrize(
+    ("kernels", "further", "shared"),
+    [(True, [], True), (False, [], False), (True, ["batch.micro_batch_size=1"], False)],
+    ids=["shared", "other kernels", "nothing in common"],
+)
+def test_rows_are_laid_out_so_where_it_can_be_and_pays(
+    kernels: bool, further: list[str], shared: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on a GPU whose attention takes no fewer queries than keys, nor if each row is by itself."""
     monkeypatch.chdir(place)
-    monkeypatch.setattr(varlen, "continues", lambda *_: False)
-    widths: list[bool] = []
-    laid_out = Row.of
-    monkeypatch.setattr(Row, "of", lambda documents: widths.append(True) or laid_out(documents))
-    assert main([*ASKED, "max_steps=1", "output.name=apart"]) == 0
-    assert not widths
+    monkeypatch.setattr(varlen, "continues", lambda *_: kernels)
+    laid_out, calls = Row.of, list[int]()
+
+    def of(documents: Any) -> Row:
+        calls.append(len(documents))
+        return laid_out(documents)
+
+    monkeypatch.setattr(Row, "of", of)
+    small.set_up(*ASKED[1:], *further, "output.name=laid_out").trainer.data_collator(ROWS)
+    assert bool(calls) == shared
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp"])

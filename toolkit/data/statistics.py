@@ -116,6 +116,11 @@ class DataStatistics:
         sizes, tokens = zip(*self.in_common, strict=True)
         return np.interp(np.log2(documents), np.log2(sizes), tokens) * (documents - 1)
 
+    def begins_alike(self, sequences: int) -> bool:
+        """Whether so many sequences together have enough in common to compute that once: a hundredth of their tokens,
+        which is more than it takes to hand keys on to others."""
+        return bool(self.shared(sequences) >= 0.01 * sequences * self.mean_length)
+
     @functools.cache  # noqa: B019 (there are few figures)
     def dealt(self, size: int, count: int, flat: bool, each: int = 1) -> Dealt:
         """Micro-batches of steps of `size` rows, each of which is cut into `count` as training does it.

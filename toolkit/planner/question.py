@@ -50,7 +50,7 @@ class Question:
         """See `search.Estimate`."""
         layout, device = batch_layout(recipe, hardware.devices), hardware.device
         backend, why = kernels.backend(recipe, hardware, self.config, self.statistics)
-        counted = self._counted(recipe, backend)
+        counted = self._counted(recipe, backend, layout)
         per_row, longest = self._fullest(recipe, layout, backend)
         fullest = dataclasses.replace(layout, seq_len=per_row)
         setting = setting_of(recipe, self.config, device.kind, backend, fullest)
@@ -185,11 +185,14 @@ class Question:
             return None
         return Workload(teaches, layout, hardware, trace, experts=model_configs.experts(config))
 
-    def _counted(self, recipe: Recipe, backend: str) -> DataStatistics | None:
+    def _counted(self, recipe: Recipe, backend: str, layout: BatchLayout) -> DataStatistics | None:
         """The figures of the data as it is computed."""
-        if self.statistics is None or prefixes.are_shared(recipe, self.config, backend):
-            return self.statistics
-        return dataclasses.replace(self.statistics, in_common=())
+        counted = self.statistics
+        if counted is None or (
+            prefixes.are_shared(recipe, self.config, backend) and counted.begins_alike(layout.micro_batch_size)
+        ):
+            return counted
+        return dataclasses.replace(counted, in_common=())
 
     def _backend(self, recipe: Recipe, hardware: Hardware) -> str:
         return kernels.backend(recipe, hardware, self.config, self.statistics)[0]
@@ -197,7 +200,7 @@ class Question:
     def _fullest(self, recipe: Recipe, layout: BatchLayout, backend: str) -> tuple[int, int]:
         """Tokens of the fullest micro-batch, by which memory is planned, for each of its rows on average, and tokens of
         the longest row."""
-        counted = self._counted(recipe, backend)
+        counted = self._counted(recipe, backend, layout)
         if counted is None:
             return layout.seq_len, layout.seq_len
         flat = backend in attention.VARLEN
@@ -289,10 +292,10 @@ def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) ->
 
 
 def _shared(counted: DataStatistics | None, layout: BatchLayout) -> str:
-    """A note on beginnings that are computed once; empty where that is less than a hundredth of what there is."""
+    """A note on beginnings that are computed once; empty where there are none."""
     rows = layout.micro_batch_size
     share = counted.shared(rows) / (rows * counted.mean_length) if counted else 0.0
-    return f"{share:.0%} of the tokens begin conversations alike and are computed once" if share >= 0.01 else ""
+    return f"{share:.0%} of the tokens begin conversations alike and are computed once" if share else ""
 
 
 def _keys_again(counted: DataStatistics | None, layout: BatchLayout) -> float:

@@ -188,7 +188,11 @@ def _trainer(decided: Decided, arguments: TrainingArguments, trained: TrainedMod
 
 
 def _shares(decided: Decided, place: torch.device) -> bool:
-    """Whether beginnings that documents have in common are computed once: where this device's kernels can, too."""
+    """Whether beginnings that documents have in common are computed once: where there are any, as far as the rows are
+    known, and this device's kernels can."""
+    counted, rows = decided.prepared.statistics, decided.layout.micro_batch_size
+    if counted and not counted.begins_alike(rows):
+        return False
     if not prefixes.are_shared(decided.recipe, decided.source.config.to_dict(), decided.attention):
         return False
     can = varlen.continues(place, getattr(torch, decided.dtypes.compute))
