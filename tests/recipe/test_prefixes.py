@@ -51,6 +51,9 @@ def test_what_would_be_another_training_shares_nothing(override: str) -> None:
         {"model_type": "gpt2", "resid_pdrop": 0.1},
         {"model_type": "phi3", "embd_pdrop": 0.0, "resid_pdrop": 0.1},
         {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
+        {"model_type": "ernie4_5_moe", "moe_num_experts": 64, "moe_k": 6},
+        {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4}},
+        {"model_type": "hunyuan_v1_moe", "num_experts": [1, 64], "moe_topk": [1, 8]},
         {"model_type": "mistral3", "text_config": {"model_type": "mistral", "attention_dropout": 0.1}},
     ],
 )
