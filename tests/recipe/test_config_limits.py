@@ -32,6 +32,7 @@ def _read(folder: Path, **config: Any) -> dict[str, Any]:
         ({"num_experts": [2, 2.5]}, "num_experts is [2, 2.5]"),
         ({"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, not a whole number from 1 to 8"),
         ({"num_experts": 8, "num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ({"moe_num_experts": 8, "moe_k": 9}, "moe_k is 9, not a whole number from 1 to 8"),
         ({"num_experts": 8, "num_experts_per_tok": "2"}, 'num_experts_per_tok is "2"'),
         ({"num_experts": 8, "num_experts_per_tok": [2, -1]}, "num_experts_per_tok is [2, -1]"),
         ({"rope_theta": NAN}, ": rope_theta is NaN, not a number above 0 and up to 1e+15"),

@@ -200,7 +200,8 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 SIZES = ("hidden_size", "vocab_size", "head_dim", "num_attention_heads")
 BOTH_STACKS = ("decoder_layers", "encoder_layers", "num_decoder_layers")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "moe_top_k")
 
 
 def test_every_name_of_a_size_is_read_and_must_be_a_number(tmp_path: Path) -> None:
@@ -262,12 +263,35 @@ def test_every_name_of_experts_is_read() -> None:
         assert model_configs.experts({"text_config": {key: 8}}) == (8, 1)
         assert model_configs.fused_experts({key: 8}) == model_configs.fused_experts({"text_config": {key: 8}}) == 8
         assert model_configs.fused_experts({"ffn_config": {key: 8}}) == 8
+    for key in CHOSEN:
+        assert model_configs.experts({"num_experts": 8, key: 2}) == (8, 2)
+        assert model_configs.experts({"ffn_config": {"num_experts": 8, key: 2}}) == (8, 2)
+    # Hunyuan states numbers for each layer.
+    assert model_configs.experts({"num_experts": [1, 64], "moe_topk": [1, 8]}) == (64, 8)
+    assert model_configs.experts({"num_experts": "8", "ffn_config": 5}) == (1, 1)
     assert model_configs.fused_experts({"ffn_config": {"moe_num_experts": 16}}) == 16
     assert model_configs.fused_experts({"num_experts": [1, 8], "num_local_experts": 4}) == 4
     for config in ({}, {"num_experts": 1}, {"num_local_experts": None}, {"ffn_config": 5, "num_experts": True}):
         assert model_configs.fused_experts(config) == 0
     assert model_configs.experts({}) == model_configs.experts({"num_experts": 1, "num_experts_per_tok": 2}) == (1, 1)
     assert model_configs.experts({"num_experts": 2}) == (2, 1)
+
+
+def test_every_architecture_with_experts_in_one_tensor_is_a_mixture() -> None:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found = 0
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = AutoConfig.for_model(kind).to_dict()
+        except Exception:  # Some have no defaults that fit together.
+            continue
+        (experts, chosen), fused = model_configs.experts(config), model_configs.fused_experts(config)
+        assert experts == max(1, fused) or not fused, kind
+        assert experts == 1 or 1 <= chosen < experts, kind
+        found += fused > 0
+    assert found > 30
 
 
 def test_architectures_that_are_named_are_those_of_transformers() -> None:

@@ -62,6 +62,7 @@ def test_what_would_be_another_training_shares_nothing(override: str) -> None:
         {"model_type": "gpt2", "resid_pdrop": 0.1},
         {"model_type": "phi3", "embd_pdrop": 0.0, "resid_pdrop": 0.1},
         {"model_type": "phimoe", "input_jitter_noise": 0.01, "num_local_experts": 8},
+        {"model_type": "dbrx", "ffn_config": {"moe_jitter_eps": 0.01}, "resid_pdrop": 0.0},
         {"model_type": "mistral3", "text_config": {"model_type": "mistral", "attention_dropout": 0.1}},
     ],
 )

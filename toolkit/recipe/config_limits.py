@@ -16,7 +16,9 @@ from toolkit.common import UserError
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "moe_top_k")
+"""How many experts of a layer a token meets."""
 _SIZE_KEYS = (
     *("hidden_size", "vocab_size", "head_dim", "num_attention_heads"),
     *("decoder_layers", "encoder_layers", "num_decoder_layers"),
@@ -115,12 +117,11 @@ def _check_experts(part: Mapping[str, Any]) -> None:
             if number > _MOST_EXPERTS:
                 raise _Wrong(f": {key} is {_shown(value)}, which no model has: at most {_MOST_EXPERTS:,}")
             most = max(most, number)
-    chosen = part.get("num_experts_per_tok")
-    for number in chosen if isinstance(chosen, list) else [] if chosen is None or most < 2 else [chosen]:
-        if type(number) is not int or not 1 <= number <= most:
-            raise _Wrong(
-                f": num_experts_per_tok is {_shown(chosen)}, not a whole number from 1 to {most:,}, the experts"
-            )
+    for key in CHOSEN_KEYS:
+        chosen = part.get(key)
+        for number in chosen if isinstance(chosen, list) else [] if chosen is None or most < 2 else [chosen]:
+            if type(number) is not int or not 1 <= number <= most:
+                raise _Wrong(f": {key} is {_shown(chosen)}, not a whole number from 1 to {most:,}, the experts")
 
 
 def _check_rope(part: Mapping[str, Any]) -> None:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.common import UserError
 from toolkit.hub_cache import hub_caches
-from toolkit.recipe.config_limits import EXPERT_KEYS, LAYER_KEYS, POSITION_KEYS, read_config
+from toolkit.recipe.config_limits import CHOSEN_KEYS, EXPERT_KEYS, LAYER_KEYS, POSITION_KEYS, read_config
 from toolkit.recipe.schema import Model
 
 QUANTIZED_SHARE = 0.9
@@ -238,10 +239,18 @@ def inner_width(config: Mapping[str, Any]) -> int:
 
 
 def experts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Experts of a layer, and those of them that each token meets; (1, 1) without any."""
+    """Experts of a layer, and those of them that each token meets; (1, 1) without any. The most where layers differ."""
+    count, chosen = (max(_whole_numbers(config, keys), default=1) for keys in (EXPERT_KEYS, CHOSEN_KEYS))
+    return (count, max(1, min(count, chosen))) if count > 1 else (1, 1)
+
+
+def _whole_numbers(config: Mapping[str, Any], keys: Iterable[str]) -> Iterator[int]:
+    """What a config states by these keys, of its layers or of their MLPs, alike for all or for each."""
     text = text_config(config)
-    count = next((int(text[key]) for key in EXPERT_KEYS if text.get(key)), 1)
-    return (count, int(text.get("num_experts_per_tok") or 1)) if count > 1 else (1, 1)
+    inside = text.get("ffn_config")
+    for place, key in itertools.product((text, inside) if isinstance(inside, Mapping) else (text,), keys):
+        value = place.get(key)
+        yield from (each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
 
 
 def meeting_share(experts: int, chosen: int, processes: int) -> float:
@@ -257,7 +266,7 @@ def fused_experts(config: Mapping[str, Any]) -> int:
         return 0
     inside = text.get("ffn_config")
     places = (text, inside) if isinstance(inside, Mapping) else (text,)
-    numbers = [place[key] for place in places for key in (*EXPERT_KEYS, "moe_num_experts") if place.get(key)]
+    numbers = [place[key] for place in places for key in EXPERT_KEYS if place.get(key)]
     # Of models with several kinds of layers some state a number for each.
     return max((number for number in numbers if type(number) is int and number > 1), default=0)
 
