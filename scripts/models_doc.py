@@ -117,7 +117,7 @@ def survey(kind: str, objective: str = "sft") -> Architecture:
 
 def compiles(kind: str, objective: str = "sft") -> str:
     """The word of `toolkit.recipe.compilation`, which its tests hold to what comes of it."""
-    word = compilation.outcome({"model_type": kind}, objective)
+    word = compilation.outcome(stated(kind, objective).to_dict(), objective)
     return word if word == "yes" else f"no: {word}"
 
 

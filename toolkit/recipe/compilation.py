@@ -18,17 +18,18 @@ _DECODERS = {
         afmoe apertus arcee aria_text axk1 axk2 bamba bart beam bert bert-generation big_bird bigbird_pegasus
         biogpt bitnet blenderbot blenderbot-small bloom blt camembert codegen cohere cohere2 cohere2_moe cwm
         data2vec-text deepseek_v2 deepseek_v3 deepseek_v32 doge dots1 dots3_note_text electra emu3 ernie
-        ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text
-        gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm glm4 glm4_moe glm4_moe_lite
-        glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granite_swa
-        granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense
-        hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2 kolibri1
-        laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text marian mbart megatron-bert mellum mimo_v2_flash
-        minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama
-        modernbert-decoder moshi moss_transcribe_diarize mpt mvp nanochat nemotron nemotron_h olmo olmo2 olmo3
-        olmoe opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart prophetnet qwen2 qwen2_moe qwen3
-        qwen3_moe roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3 solar_open stablelm starcoder2
-        trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl youtu zamba2 zaya
+        ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text exaone4 exaone_moe falcon flex_olmo flint fuyu gemma gemma2
+        gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm glm4
+        glm4_moe glm4_moe_lite glm4v_text glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss
+        gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text
+        hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_text inkling_text internlm3 iquestcoder
+        jais2 kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text marian mbart megatron-bert mellum
+        mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mistral4
+        mistral_large4_text mixtral mllama modernbert-decoder moshi moss_transcribe_diarize mpt mvp nanochat
+        nemotron nemotron_h olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart
+        prophetnet qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe qwen3_vl_moe_text qwen3_vl_text
+        roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3 solar_open stablelm starcoder2 trocr
+        vaultgemma whisper xglm xlm-roberta xlm-roberta-xl youtu zamba2 zaya
     """,
     "breaks": "jetmoe longcat_flash xmod",
     "recompiles": """

@@ -116,7 +116,7 @@ class Pace(TrainerCallback):
                     continue
                 tokens = inputs[name].numel()
                 self._running.tokens += tokens
-                self._running.pairs += tokens * inputs.get("max_length_q", inputs[name].shape[-1])
+                self._running.pairs += tokens * inputs.get("max_length_k", inputs[name].shape[-1])
             return step(model, inputs, *args, **kwargs)
 
         return counted
