@@ -30,6 +30,7 @@ LETTERS = {
     "engine": ("E", "bright_magenta"),
     "batch": ("B", "white"),
     "workspace": ("W", "white"),
+    "teacher": ("T", "bright_yellow"),
     "cache": ("K", "bright_green"),
     "fragmentation": ("F", "bright_black"),
     "context": ("X", "bright_black"),
