@@ -141,8 +141,13 @@ def test_unknown_length_is_said_and_no_price_is_made_up() -> None:
     assert "15s per million tokens" in shown and "which cost" not in shown
     priced = example_plan(work=plan.work.model_dump() | {"cost_per_million_tokens": 0.034})
     assert "15s per million tokens, which cost 0.03" in plain(plan_text.plan_text(priced)).replace("\n", " ")
-    assert "?" in plain(plan_text.comparison_text([plan, FITS]))
-    Page(plan_page([plan]))
+    assert "15s per million tokens, which cost 0.03" in Page(plan_page([priced])).text
+    assert "cost" not in Page(plan_page([plan])).text.split("What to change")[0]
+    beside = plain(plan_text.comparison_text([plan, FITS]))
+    assert "?" in beside and re.search(" costs$", beside, re.M) and "cost/1M" not in beside
+    beside = plain(plan_text.comparison_text([priced, plan]))
+    assert re.search(r" \? +0\.03$", beside, re.M) and re.search(" cost/1M$", beside, re.M)
+    assert "cost/1M" in Page(plan_page([priced, plan])).text
 
 
 @pytest.mark.parametrize("part", [*PARTS, *OVERHEAD])
