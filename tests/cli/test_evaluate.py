@@ -9,6 +9,7 @@ import pytest
 
 from toolkit.cli.evaluate import Questions, evaluate
 from toolkit.cli.keys import read_keys
+from toolkit.cli.run_commands import Export
 from toolkit.common import UserError
 
 
@@ -29,6 +30,11 @@ def test_every_problem_is_named_at_once() -> None:
     for said in ("`row`, did you mean `rows`?", "limit=x: ", "no metric `blue`", "`greedy` is not", "batch_size=0: "):
         assert said in text, said
     assert "num_fewshot" in text
+
+
+def test_a_key_that_is_missing_is_said_with_what_it_may_be() -> None:
+    with pytest.raises(UserError, match=r"format is missing: one of int8, fp8, nf4, int4, gguf, gguf_q8_0\n"):
+        read_keys(Export, [], "docs/use.md")
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import json
 import re
 
 import pytest
-from example_plan import FITS, REFUSED, TIGHT, TOO_LARGE, example_plan
+from example_plan import FITS, GIB, REFUSED, TIGHT, TOO_LARGE, example_plan, with_memory
 from pages import Page
 from rich.cells import cell_len
 from rich.text import Text
 
 from toolkit.common import LINES
-from toolkit.planner.plan import Plan
+from toolkit.planner.plan import OVERHEAD, PARTS, Plan
 from toolkit.report import plan_text, plan_view
 from toolkit.report.plan_page import plan_page
 from toolkit.report.terminal import console_of, write
@@ -141,8 +141,25 @@ def test_unknown_length_is_said_and_no_price_is_made_up() -> None:
     assert "15s per million tokens" in shown and "which cost" not in shown
     priced = example_plan(work=plan.work.model_dump() | {"cost_per_million_tokens": 0.034})
     assert "15s per million tokens, which cost 0.03" in plain(plan_text.plan_text(priced)).replace("\n", " ")
-    assert "?" in plain(plan_text.comparison_text([plan, FITS]))
-    Page(plan_page([plan]))
+    assert "15s per million tokens, which cost 0.03" in Page(plan_page([priced])).text
+    assert "cost" not in Page(plan_page([plan])).text.split("What to change")[0]
+    beside = plain(plan_text.comparison_text([plan, FITS]))
+    assert "?" in beside and re.search(" costs$", beside, re.M) and "cost/1M" not in beside
+    beside = plain(plan_text.comparison_text([priced, plan]))
+    assert re.search(r" \? +0\.03$", beside, re.M) and re.search(" cost/1M$", beside, re.M)
+    assert "cost/1M" in Page(plan_page([priced, plan])).text
+
+
+@pytest.mark.parametrize("part", [*PARTS, *OVERHEAD])
+def test_every_part_has_a_letter_and_a_colour_of_its_own(part: str) -> None:
+    plan = example_plan() if part in OVERHEAD else with_memory(FITS, **{part: 20 * GIB})
+    letter, _ = plan_text.LETTERS[part]
+    assert [other for other, _ in plan_text.LETTERS.values()].count(letter) == 1
+    shown = plain(plan_text.comparison_text([plan, FITS]))
+    assert re.search(rf"^  [A-Z]*{letter}+[A-Z]* +│", shown, re.M)
+    assert f" {letter} {part}" in shown.replace("\n", " ") and shown.count(f"{letter} {part}") == 1
+    html = plan_page([plan])
+    assert f"--part:var(--{part})" in html and re.search(rf"--{part}: #[0-9a-f]{{6}};", html)
 
 
 def test_a_small_model_is_shown_in_small_units() -> None:

@@ -340,6 +340,24 @@ def test_training_goes_on_from_a_trained_head_and_begins_one_anew_for_other_labe
     assert "animal, colour, number" in caplog.text and "begins anew for ANIMAL" in caplog.text
 
 
+def test_how_a_head_begins_is_not_said_where_the_trained_one_follows(caplog: pytest.LogCaptureFixture) -> None:
+    if not Path("modernbert").exists():
+        tiny_encoder("modernbert", Path("modernbert"))
+    anew = [*CLASSES, "model.path=modernbert", "method.name=lora"]
+    run = trained("following", *anew)
+    logging.getLogger("toolkit").addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "toolkit")
+    set_up(*anew)
+    # The files of a model of masked words have its first layer, but not the one for labels.
+    assert "tensors of the head are not in the model's files" in caplog.text
+    caplog.clear()
+    load_trained(run)
+    merge([run], Path("followed"))
+    assert "of the head are not" not in caplog.text
+    with pytest.raises(UserError, match=f"once `toolkit merge {run}` has merged it, by\n"):
+        evaluate(run, Questions())
+
+
 @pytest.mark.parametrize(
     ("kind", "alike"), [("fnet", False), ("convbert", False), ("deberta-v2", True), ("bert", True)]
 )

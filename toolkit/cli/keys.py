@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -49,7 +49,13 @@ def read_keys(kind: type[Given], arguments: Sequence[str], page: str) -> Given:
     except ValidationError as error:
         for each in error.errors():
             key, said = str(each["loc"][0]), each["msg"].removeprefix("Value error, ")
-            problems.append(f"{key}={values[key]}: {said}" if key in values else f"{key} is missing")
+            problems.append(f"{key}={values[key]}: {said}" if key in values else _missing(kind, key))
     if problems:
         raise UserError("\n".join(problems), f"the keys are {', '.join(kind.model_fields)}: {page}")
     return found
+
+
+def _missing(kind: type[Keys], key: str) -> str:
+    """What is said of a key that has to be given, with what it may be where only few values are allowed."""
+    values = kind.model_fields[key].annotation
+    return f"{key} is missing" + (f": one of {', '.join(get_args(values))}" if get_origin(values) is Literal else "")

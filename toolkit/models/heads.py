@@ -125,12 +125,13 @@ def belongs_to_head(name: str, heads: Sequence[str]) -> bool:
     return any(name == head or name.startswith(f"{head}.") for head in heads)
 
 
-def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int) -> None:
+def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int, told: bool = True) -> None:
     """Draws what of a head is not in the model's files, or is there for other labels.
 
     Args:
         stored: The configuration in the model's files.
         lacking: Names of parameters that the files lack, or have in another size.
+        told: Whether the user is told of it.
     """
     names, before = [*model.config.label2id], [*stored.label2id]
     renamed = names != before and not all(each.startswith(_UNNAMED) for each in before)
@@ -141,9 +142,9 @@ def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int) -> No
         for name, parameter in model.named_parameters()
         if name in lacking or (renamed and POOLER not in name and belongs_to_head(name, heads))
     }
-    if renamed and not lacking:
+    if told and renamed and not lacking:
         _log.warning("the model's head tells %s apart, and begins anew for %s", _listed(before), _listed(names))
-    elif drawn and len(drawn) < sum(belongs_to_head(name, heads) for name, _ in model.named_parameters()):
+    elif told and drawn and len(drawn) < sum(belongs_to_head(name, heads) for name, _ in model.named_parameters()):
         _log.info("%d tensors of the head are not in the model's files, and begin at random", len(drawn))
     spread = getattr(model.config.get_text_config(), "initializer_range", None) or 0.02
     with _whole([*drawn.values()]), torch.no_grad():

@@ -65,6 +65,7 @@ class ModelSource:
         config: The model's configuration. Shared: whoever changes one works on a copy.
         stored: The one in its files, where `config` has other labels.
         low_bits: The few bits in which its files are and from which it is restored, see `low_bit_files.take_form`.
+        head_follows: Whether the weights of its head come with an adapter, so that how it begins is not said.
     """
 
     recipe: Recipe
@@ -72,6 +73,7 @@ class ModelSource:
     config: Any
     stored: Any = None
     low_bits: Mapping[str, Any] | None = None
+    head_follows: bool = False
 
     @classmethod
     def open(cls, recipe: Recipe) -> ModelSource:
@@ -110,19 +112,20 @@ class ModelSource:
             gguf_header.complete(config, source.weight_files()[0])
         return source
 
-    def labelled(self, labels: Sequence[str], tokenizer: Any) -> ModelSource:
+    def labelled(self, labels: Sequence[str], tokenizer: Any, trained: bool = False) -> ModelSource:
         """The same with a head that has an output for each label; unchanged where the head scores the vocabulary, and
         where there is none.
 
         Args:
             labels: Names of classes; of a reward model there are none.
             tokenizer: Pads texts, whose last token the head looks for.
+            trained: Whether an adapter with the head has been trained, and is loaded once the model is.
         """
         if not self.recipe.headed or self.recipe.embeds:
             return self
         whole, names = self.recipe.objective in OF_TEXTS, [*labels] or [REWARD]
         config = with_labels(self.config, names, tokenizer.pad_token_id, whole)
-        return dataclasses.replace(self, config=config, stored=self.config)
+        return dataclasses.replace(self, config=config, stored=self.config, head_follows=trained)
 
     @functools.cached_property
     def vocab_size(self) -> int | None:
@@ -262,7 +265,7 @@ class ModelSource:
             # Otherwise the weights keep a quantizer that refuses to train and to save.
             arguments |= {"quantization_config": GgufConfig(dequantize=True)}
         with restoring(self.low_bits):
-            model = read_model(self.recipe, arguments, stored)
+            model = read_model(self.recipe, arguments, stored, self.head_follows)
         if self.low_bits:
             finish_restoring(model, arguments["dtype"])
         return model
@@ -303,7 +306,7 @@ class ModelSource:
             self._read({**location, **arguments}).save_pretrained(folder / "whole")
             location = {"pretrained_model_name_or_path": str(folder / "whole")}
         arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder), **_only_safetensors(location)}
-        model = read_model(self.recipe, {**location, **arguments})
+        model = read_model(self.recipe, {**location, **arguments}, head_follows=self.head_follows)
         maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
         files = next(each.dataset for each in maps if each is not None)
         if self.recipe.headed:

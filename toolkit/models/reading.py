@@ -143,13 +143,14 @@ def read(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
         raise UserError(f"{key}: {Path(path, arguments.get('gguf_file', ''))} {what}", change) from error
 
 
-def read_model(recipe: Recipe, arguments: dict[str, Any], stored: Any = None) -> Any:
+def read_model(recipe: Recipe, arguments: dict[str, Any], stored: Any = None, head_follows: bool = False) -> Any:
     """A model that was read from files; Transformers draws at random what they lack, and passes over what they have
     beyond it.
 
     Args:
         arguments: Of its `from_pretrained`, the place among them.
         stored: The config that its files were saved with, if that is another.
+        head_follows: See `ModelSource`.
 
     Raises:
         UserError: It cannot be read, lacks weights, or has some of other sizes.
@@ -167,7 +168,7 @@ def read_model(recipe: Recipe, arguments: dict[str, Any], stored: Any = None) ->
     if recipe.headed:
         heads = head_modules(model)
         lacking = [name for name in (*missing, *(name for name, *_ in other)) if belongs_to_head(name, heads)]
-        begin_head(model, stored or model.config, lacking, recipe.seed)
+        begin_head(model, stored or model.config, lacking, recipe.seed, told=not head_follows)
         missing = [name for name in missing if name not in lacking]
         other = [each for each in other if each[0] not in lacking]
         # The head for the vocabulary.

@@ -30,6 +30,7 @@ LETTERS = {
     "engine": ("E", "bright_magenta"),
     "batch": ("B", "white"),
     "workspace": ("W", "white"),
+    "teacher": ("T", "bright_yellow"),
     "cache": ("K", "bright_green"),
     "fragmentation": ("F", "bright_black"),
     "context": ("X", "bright_black"),
@@ -154,7 +155,8 @@ def comparison_text(rows: Sequence[Plan | Refused], columns: int = 80) -> Text:
     scale = max((max(plan.memory[0].total.value, plan.device_memory) for plan in plans), default=1)
     unit = view.Unit.of(scale)
     heads = [unit.name, "a step", "tokens/s", "in all"]
-    heads += ["costs"] if any(plan.work.cost is not None for plan in plans) else []
+    known = {head for plan in plans for head in view.comparison_figures(plan, unit)}
+    heads += [head for head in ("costs", "cost/1M") if head in known][:1]
     divided = any(plan.sequence * plan.tensor * plan.expert * plan.pipeline > 1 for plan in plans)
     heads += ["bound by"] if divided else []
     cells: list[list[str | Text]] = [["", "fits", *heads]]

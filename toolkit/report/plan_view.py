@@ -183,7 +183,8 @@ def work_rows(plan: Plan) -> list[tuple[str, str]]:
         ("speed", f"{compact(work.tokens_per_second)} tokens/s, MFU {work.mfu:.1%}"),
     ]
     if work.steps is None or work.total_seconds is None:
-        rows.append(("the run", "unknown length: prepare the data (toolkit data) or set schedule.max_steps"))
+        unknown = "unknown length: prepare the data (toolkit data) or set schedule.max_steps"
+        rows.append(("the run", f"{unknown}; {_million_text(work)}"))
     else:
         tokens = f", {compact(work.tokens)} tokens ({work.tokens_from})" if work.tokens is not None else ""
         rows.append(("the run", f"{count_text(work.steps, 'step')}{tokens}"))
@@ -243,7 +244,8 @@ def labels(rows: Sequence[Plan | Refused]) -> list[str]:
 
 
 def comparison_figures(plan: Plan, unit: Unit) -> dict[str, str]:
-    """What is compared of a plan, by its head in the table; costs only where a price is known."""
+    """What is compared of a plan, by its head in the table; costs only where a price is known, and of a million tokens
+    where the length of the run is not."""
     work, memory = plan.work, plan.memory[0]
     figures = {
         unit.name: unit.text(memory.total.value),
@@ -254,7 +256,10 @@ def comparison_figures(plan: Plan, unit: Unit) -> dict[str, str]:
         "MFU": f"{work.mfu:.1%}",
         "in all": "?" if work.total_seconds is None else duration(work.total_seconds.value),
     }
-    return figures if work.cost is None else figures | {"costs": money_text(work.cost)}
+    if work.cost is not None:
+        return figures | {"costs": money_text(work.cost)}
+    million = work.cost_per_million_tokens
+    return figures if million is None else figures | {"cost/1M": money_text(million)}
 
 
 def bound(plan: Plan) -> str:

@@ -48,7 +48,7 @@ def opened(run: Path) -> ModelSource:
     source = ModelSource.open(load_resolved(run / "recipe.yaml"))
     if not source.recipe.headed:
         return source
-    return source.labelled(read_audit(run).classes, source.tokenizer(saved=final_model(run)))
+    return source.labelled(read_audit(run).classes, source.tokenizer(saved=final_model(run)), trained=True)
 
 
 def refuse_head(run: Path) -> None:
@@ -61,7 +61,7 @@ def refuse_head(run: Path) -> None:
     if recipe.headed:
         lora = recipe.method.name == "lora"
         _, line = serving(run, recipe, run / ("merged" if lora else "final"), run.name)[-1]
-        once = f", once `toolkit merge {run}` has merged it" if lora else ""
+        once = f", once `toolkit merge {run}` has merged it," if lora else ""
         raise UserError(
             f"{run} was trained with objective {recipe.objective}: its model says no words",
             f"`toolkit report {run}` shows its held-out scores; it is asked{once} by\n  {line}",
