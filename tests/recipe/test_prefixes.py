@@ -9,7 +9,7 @@ import pytest
 from recipes import recipe_of
 from toolkit.recipe.prefixes import are_shared
 
-LLAMA = {"model_type": "llama", "attention_dropout": 0.0}
+LLAMA = {"model_type": "llama", "attention_dropout": 0.0, "id2label": {0: "LABEL_0", 1: "LABEL_1"}}
 
 
 def test_conversations_share_what_they_begin_with() -> None:

@@ -36,5 +36,6 @@ def may_begin_alike(recipe: Recipe) -> bool:
 def _is_random(config: Mapping[str, Any]) -> bool:
     if any(_is_random(value) for value in config.values() if isinstance(value, Mapping)):
         return True
-    rates = (value for key, value in config.items() if "drop" in key or "jitter" in key)
+    # Names of classes stand by their numbers.
+    rates = (value for key, value in config.items() if "drop" in str(key) or "jitter" in str(key))
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
