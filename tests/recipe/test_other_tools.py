@@ -12,6 +12,7 @@ import yaml
 from recipes import write
 from toolkit.recipe import Recipe, RecipeError, load
 from toolkit.recipe.dotted import inline, typed
+from toolkit.recipe.files import options, shipped_recipes
 from toolkit.recipe.other_tools import translated_keys, translation
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.schema import leaf_paths, sections
@@ -378,3 +379,15 @@ def test_a_value_of_another_tool_for_a_key_of_ours(override: str, change: str) -
     with pytest.raises(RecipeError) as caught:
         load("smollm2_135m_lora_demo", [override])
     assert change in caught.value.problems[0].hint
+
+
+@pytest.mark.parametrize("group", ["method", "strategy"])
+def test_an_option_that_is_taken_for_a_name_is_written_one_level_up(mine: Path, group: str) -> None:
+    hinted = 0
+    for option in options(group, [shipped_recipes()]):
+        try:
+            load("smollm2_135m_lora_demo", [f"{group}.name={option}"])
+        except RecipeError as error:
+            hinted += 1
+            assert error.problems[0].hint == f"write {group}={option}"
+    assert hinted >= 6

@@ -240,8 +240,8 @@ def test_adapters_that_do_not_add_up_are_refused(tmp_path: Path, capsys: pytest.
     out = ["--output", str(tmp_path / "sum")]
     for arguments, said in (
         ([plain, dora], "no folder is named"),
-        ([plain, other, *out], "no weights are given for 2 adapters"),
-        ([plain, other, "--weights=1", *out], "1 weights are given for 2 adapters"),
+        ([plain, other, *out], "a number for each of 2 adapters, and has none"),
+        ([plain, other, "--weights=1", *out], "a number for each of 2 adapters, and has 1"),
         ([plain, f"{plain}/", "--weights=1,1", *out], "a run is named twice"),
         ([plain, dora, "--weights=1,1", *out], "use_dora, of which there is no weighted sum"),
         ([other, loftq, "--weights=1,1", *out], "loftq, of which there is no weighted sum"),

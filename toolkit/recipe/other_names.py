@@ -138,6 +138,9 @@ LISTS = (
 _OWN_TEMPLATE = "remove it: the tokenizer's own template is taken; model.chat_template names a file, or `chatml`"
 _NO_REWARDS = "remove it: training with a model of rewards (PPO) is not supported yet"
 _STEPS = "set {place} to a number of steps: a share of them is not taken"
+_METHODS = ("qlora", "dora", "rslora", "lora_int8", "lora_int4", "lora_fp8")
+_STRATEGIES = ("zero2_offload", "zero3_offload", "zero3_nvme", "fsdp_offload", "fsdp_hybrid", "fsdp_grad_op")
+"""Options that are a name with other keys."""
 VALUES: dict[str, dict[str, str]] = {
     "model.attention": {
         **dict.fromkeys(("true", "fa2", "flash_attn_2", "flash-attn"), "flash_attention_2"),
@@ -150,6 +153,8 @@ VALUES: dict[str, dict[str, str]] = {
     "model.dtype": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"},
     "model.chat_template": {"tokenizer_default": _OWN_TEMPLATE},
     "model.new_tokens": dict.fromkeys(("true", "false"), "remove it: templates and formats add what belongs there"),
+    "method.name": {name: f"write method: {name}" for name in _METHODS},
+    "strategy.name": {name: f"write strategy: {name}" for name in _STRATEGIES},
     "method.target_modules": {"all": "all-linear"},
     "preference.loss": {name: f"write policy.loss: {name}" for name in ("grpo", "dapo", "dr_grpo")},
     "data.over_long": {"raise": "error", "delete": "drop", "right": "truncate"},

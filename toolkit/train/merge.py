@@ -129,7 +129,7 @@ def _check_sum(runs: Sequence[Path], recipes: Sequence[Recipe], weights: Sequenc
     """Refuses adapters that cannot be added up."""
     if len(weights or [1.0]) != len(runs) or (weights is None and len(runs) > 1):
         raise UserError(
-            f"{len(weights) if weights else 'no'} weights are given for {len(runs)} adapters",
+            f"--weights must have a number for each of {len(runs)} adapters, and has {len(weights or ()) or 'none'}",
             f"say how much of each is added: --weights {','.join(f'{1 / len(runs):.2g}' for _ in runs)} is their mean",
         )
     if len({run.resolve() for run in runs}) < len(runs):
