@@ -118,8 +118,9 @@ def test_what_documents_begin_with_alike(objective: str, tokenized: bool, model:
     counted = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").statistics
     figures = sampled(asked(model if tokenized else tmp_path, path, **settings).with_values(answered))
     assert counted and figures and [size for size, _ in figures.in_common] == [size for size, _ in counted.in_common]
+    found, expected = (each.shared(4) / each.mean_length for each in (figures, counted))
     # Of the tests' tokenizer, marks around messages have more tokens than is common.
-    assert 0.55 < figures.shared(4) / counted.shared(4) < 1.02 and counted.shared(4) > 0.5 * counted.mean_length
+    assert 0.7 < found / expected < 1.02 and expected > 0.5
 
 
 @pytest.mark.parametrize(("objective", "names"), [("orpo", "prompt chosen rejected"), ("embedding", "anchor positive")])
