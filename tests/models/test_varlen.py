@@ -77,12 +77,6 @@ def test_a_kernel_is_asked_whose_keys_the_last_queries_see(dtype: torch.dtype, m
         assert not varlen.continues(CPU, dtype)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_are_asked_too(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "_used", package)
-    assert varlen.continues(CPU, torch.bfloat16)
-
-
 @pytest.mark.parametrize(("package", "window"), [*itertools.product(PACKAGES, [0, 8])])
 def test_a_package_computes_what_torch_does_in_compiled_layers_too(package: str, window: int) -> None:
     ends = torch.tensor([0, 40, 41, 90], dtype=torch.int32)

@@ -46,7 +46,7 @@ SAMPLED = 300
 """Rows of each source."""
 _READ_WHOLE = 20e6
 """Bytes of a source up to which all its rows are read, and counted."""
-_CHARACTERS = 4.0
+_CHARACTERS = 4
 """Of a token, for English and code with current tokenizers."""
 _AROUND_MESSAGE = 5
 """Tokens of ChatML and of Llama 3 around the text of a message."""
@@ -132,15 +132,11 @@ class _Counter:
             else:
                 yield (sum(len(text) for text, _ in texts) + around, trained, 0), document
 
-    def _encoded(self, texts: list[str]) -> list[Sequence[int]]:
-        """Numbers of each text's tokens; without a tokenizer, pieces that are as long have numbers."""
+    def _encoded(self, texts: list[str]) -> list[NDArray[np.int64]]:
+        """Numbers of each text's tokens; without a tokenizer, of pieces that are as long."""
         if self._tokenizer:
-            return [each.ids for each in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
-        starts = ([round(_CHARACTERS * at) for at in range(round(len(text) / _CHARACTERS))] for text in texts)
-        return [
-            [hash(text[start : start + int(_CHARACTERS)]) for start in each]
-            for text, each in zip(texts, starts, strict=True)
-        ]
+            return [np.array(each.ids) for each in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+        return [*map(_pieces, texts)]
 
     def _parts(self, row: Row) -> Iterator[tuple[str, bool]]:
         prompts = self.task.trains_prompts
@@ -178,13 +174,22 @@ def _answered(recipe: Recipe, counted: NDArray[np.float64]) -> NDArray[np.float6
     return np.stack([longest, longest - prompts, targets])
 
 
-def _document(texts: list[tuple[Sequence[int], bool]], around: int) -> Document:
+def _pieces(text: str) -> NDArray[np.int64]:
+    """A number for each `_CHARACTERS` of a text, the same for the same ones."""
+    count = round(len(text) / _CHARACTERS)
+    characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.int64)
+    whole = np.resize(characters, count * _CHARACTERS).reshape(count, _CHARACTERS)
+    return np.asarray(whole @ (65_537 ** np.arange(_CHARACTERS)), dtype=np.int64)
+
+
+def _document(texts: list[tuple[NDArray[np.int64], bool]], around: int) -> Document:
     """Texts, each of which is trained or not, behind so many tokens that are the same of all."""
-    ids, labels = list[int](), list[int]()
-    for text, trained in texts:
-        ids += [0] * around + [*text]
-        labels += [IGNORE] * around + [0 if trained else IGNORE] * len(text)
-    return Document(np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64))
+    before = np.zeros(around, np.int64)
+    ids = [part for text, _ in texts for part in (before, text)]
+    labels = [np.full(around + len(text), IGNORE) for text, _ in texts]
+    for label, (_, trained) in zip(labels, texts, strict=True):
+        label[around:] = 0 if trained else IGNORE
+    return Document(*(np.concatenate([before[:0], *each]) for each in (ids, labels)))
 
 
 class _Side:

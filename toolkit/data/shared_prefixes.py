@@ -117,7 +117,7 @@ def in_common(documents: Iterable[Document], least: int = 1) -> tuple[tuple[int,
 
     Args:
         documents: Some, of which the first `COMPARED` are compared.
-        least: The fewest that are ever beside each other, and a divisor of how many there are.
+        least: The fewest that are ever beside each other; the numbers are this one, twice as many, and so on.
     """
     documents, found = list(itertools.islice(documents, max(COMPARED, least))), []
     sizes = (least * 2**power for power in range((len(documents) // least).bit_length()))

@@ -82,7 +82,9 @@ def attended(
 
 def continues(where: torch.device, dtype: torch.dtype) -> bool:
     """Whether the last queries of a document get by themselves, from all of its keys, what they get beside the others:
-    a kernel may take the first of them for that of the first key, or refuse fewer queries than keys.
+    a kernel may take the first of them for that of the first key, or refuse fewer queries than keys. A package is used
+    only where it computes what torch's kernels do, of such documents, too, so that these are asked: a package's would
+    be compiled for it.
 
     Args:
         where: The device that computes.
@@ -92,8 +94,8 @@ def continues(where: torch.device, dtype: torch.dtype) -> bool:
     query, key, value = (each.to(where, dtype) for each in drawn)
     whole, last = (torch.tensor([0, count], dtype=torch.int32, device=where) for count in (32, 8))
     try:
-        expected = attended(_used, query, key, value, (whole, whole), (32, 32), 1 / 8, 0)[-8:].float()
-        found = attended(_used, query[-8:], key, value, (last, whole), (8, 32), 1 / 8, 0).float()
+        expected = attended(OWN, query, key, value, (whole, whole), (32, 32), 1 / 8, 0)[-8:].float()
+        found = attended(OWN, query[-8:], key, value, (last, whole), (8, 32), 1 / 8, 0).float()
     except (RuntimeError, ValueError, TypeError):
         return False
     return bool((found - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm())

@@ -246,11 +246,16 @@ def experts(config: Mapping[str, Any]) -> tuple[int, int]:
 
 def _whole_numbers(config: Mapping[str, Any], keys: Iterable[str]) -> Iterator[int]:
     """What a config states by these keys, of its layers or of their MLPs, alike for all or for each."""
-    text = text_config(config)
-    inside = text.get("ffn_config")
-    for place, key in itertools.product((text, inside) if isinstance(inside, Mapping) else (text,), keys):
+    for place, key in itertools.product(_of_layers(config), keys):
         value = place.get(key)
         yield from (each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
+
+
+def _of_layers(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Where a config speaks of its layers: DBRX has a part of its own for their MLPs."""
+    text = text_config(config)
+    inside = text.get("ffn_config")
+    return (text, inside) if isinstance(inside, Mapping) else (text,)
 
 
 def meeting_share(experts: int, chosen: int, processes: int) -> float:
@@ -261,12 +266,9 @@ def meeting_share(experts: int, chosen: int, processes: int) -> float:
 
 def fused_experts(config: Mapping[str, Any]) -> int:
     """Experts that Transformers keeps in one tensor for a layer, which is no linear layer; 0 without any."""
-    text = text_config(config)
-    if text.get("model_type") in _SEPARATE_EXPERTS:
+    if text_config(config).get("model_type") in _SEPARATE_EXPERTS:
         return 0
-    inside = text.get("ffn_config")
-    places = (text, inside) if isinstance(inside, Mapping) else (text,)
-    numbers = [place[key] for place in places for key in EXPERT_KEYS if place.get(key)]
+    numbers = [place[key] for place in _of_layers(config) for key in EXPERT_KEYS if place.get(key)]
     # Of models with several kinds of layers some state a number for each.
     return max((number for number in numbers if type(number) is int and number > 1), default=0)
 
