@@ -245,6 +245,10 @@ DeepSpeed's `async_io`. It is compiled at first use and needs libaio's headers a
 apt install libaio-dev g++
 ```
 
+Frozen weights are read from there in every pass. Of trained ones each process keeps the first billion in host memory
+(DeepSpeed's `max_in_cpu`, which `extra.deepspeed.zero_optimization.offload_param.max_in_cpu` changes). Weights come
+through five buffers of host memory, each as large as a process's part of the largest one; the plan counts both.
+
 Before training, the run checks that the folder can be written, that the drive has room for this node's share, and that
 `async_io` is built. Each process has its own folder in it; the launch's folder is removed at the end.
 

@@ -29,6 +29,7 @@ schedule: {max_steps: 3}
 batch: {seq_len: 128, global_batch_size: 4}
 evaluation: {num_prompts: 0}
 """
+ON_DRIVE = "extra.deepspeed.zero_optimization.offload_param.max_in_cpu=0"
 NVME = ["strategy=zero3_nvme", "strategy.param_persistence_threshold=0", "strategy.pin_memory=false"]
 
 
@@ -40,7 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     torch.manual_seed(0)
     tokenizer, model = tiny_tokenizer(), tmp_path / "model"
-    size = LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8)
+    size = LlamaConfig(hidden_size=512, intermediate_size=2304, num_hidden_layers=2, num_attention_heads=8)
     size.update({"vocab_size": len(tokenizer), "max_position_embeddings": 256})
     LlamaForCausalLM(size).save_pretrained(model)
     tokenizer.save_pretrained(model)
@@ -128,6 +129,29 @@ def compiled_or_skip() -> None:
     if not AsyncIOBuilder().is_compatible():
         pytest.skip("DeepSpeed's async_io does not compile here: libaio's headers or a C++ compiler are missing")
     nvme._load_op()
+
+
+@pytest.mark.parametrize(
+    ("processes", "own"),
+    [
+        (2, ["method=lora", "max_steps=4"]),
+        (2, [ON_DRIVE, "activation_checkpointing=full", "evaluation.every_steps=1", "data.eval_split=0.2"]),
+        (1, [ON_DRIVE, "activation_checkpointing=full", "micro_batch_size=1"]),
+    ],
+    ids=["frozen", "evaluated", "alone"],
+)
+def test_weights_that_come_from_a_drive_are_those_that_went_there(
+    processes: int, own: list[str], place: Path, ranks: Ranks
+) -> None:
+    """More of them than there are buffers, and larger than buffers are at first; DeepSpeed by itself ends there."""
+    plain = ranks.run(place, "recipe=small", "output.name=plain", *(each for each in own if each != ON_DRIVE))
+    assert plain.returncode == 0, plain.stderr[-2000:]
+    drive = [*NVME, "strategy.offload_optimizer=cpu", "strategy.nvme_path=drive"]
+    swapped = ranks.run(
+        place, "recipe=small", "output.name=nvme", *drive, *own, processes=processes, entry="nvme_files"
+    )
+    assert swapped.codes == [0] * processes, swapped.stderr[-3000:]
+    assert losses(place / "runs" / "nvme") == pytest.approx(losses(place / "runs" / "plain"), rel=1e-6)
 
 
 @pytest.mark.matrix

@@ -92,11 +92,11 @@ def test_gradients_of_an_offloaded_optimizer(passes: int, sections: dict[str, An
         ({"name": "ddp"}, {}),
         ({"name": "zero3", "offload_param": "cpu"}, {"parameters": 2}),
         ({"name": "fsdp", "offload_param": "cpu"}, {"parameters": 4, "optimizer": 8, "gradients": 4}),
-        # Four buffers of what is updated at a time, and five of a hundred million weights.
+        # Four buffers of what is updated at a time, and five of the largest weight; what is trained stays as it fits.
         ({"name": "zero3", "offload_optimizer": "nvme", "nvme_path": "/x"}, {"staging": 4 * 4, "gradients": 4}),
         (
             {"name": "zero3", "offload_param": "nvme", "nvme_path": "/x"},
-            {"staging": 5 * 100 * MILLION * 2 / (P / 8)},
+            {"staging": 5 * MILLION / 8 * 2 / (P / 8), "parameters": 2},
         ),
         (
             {"name": "zero3", "offload_optimizer": "nvme", "offload_param": "cpu", "nvme_path": "/x"},
@@ -115,6 +115,17 @@ def test_swapped_state_goes_through_buffers_of_a_sub_group() -> None:
     nvme = {"name": "zero3", "offload_optimizer": "nvme", "nvme_path": "/x"}
     found = workload(of=huge, strategy=nvme)
     assert offloaded(found, states(found))["staging"] == 4 * 4e9
+
+
+def test_a_billion_trained_weights_of_a_process_stay_off_the_drive_and_the_others_go_there_by_sub_groups() -> None:
+    nvme = {"name": "zero3", "offload_optimizer": "cpu", "offload_param": "nvme", "nvme_path": "/x"}
+    many = (Tensors("layer", (4_000_000, 1000), 4, True, "base"),)
+    adapted = (Tensors("layer", (4_000_000, 1000), 4, False, "base"), Tensors("layer", (16, 1000), 4, True, "adapter"))
+    for of, kept, changed in ((many, 1e9, 1e9), (adapted, 4 * 16_000 / 8, 0.0)):
+        found = workload(of=of, strategy=nvme)
+        parts = offloaded(found, states(found))
+        assert parts["parameters"] == 2 * kept
+        assert parts["staging"] == 2 * (5 * 4e9 / 8 + changed)
 
 
 def test_on_a_cpu_what_is_offloaded_stays_and_its_buffers_come_on_top() -> None:

@@ -27,6 +27,7 @@ from toolkit.recipe import Recipe, load, model_configs, shipped_recipes
 LLAMA_8B, PARAMETERS = "meta-llama/Llama-3.1-8B", 8_030_261_248
 LLAMA_1B = "meta-llama/Llama-3.2-1B"
 LINEAR = PARAMETERS - 128_256 * 4096 - 65 * 4096  # without the embedding, which is looked up, and the norms
+ON_DRIVE = 1 - 8e9 / PARAMETERS  # each of eight processes keeps a billion trained weights in host memory
 LENGTH = 2048
 
 
@@ -311,6 +312,13 @@ def test_offloaded_state_crosses_the_bus() -> None:
     assert nvme[NVME] == pytest.approx(2 * (12 + 4) * PARAMETERS / 8, rel=1e-6)
 
 
+def test_frozen_weights_that_are_offloaded_to_nvme_come_from_it_in_every_pass() -> None:
+    nvme = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": "/x", "param_persistence_threshold": 0}
+    adapted = transfers_of(recipe("zero3", nvme, method={"name": "lora"}), "h200x8")
+    read = {during: size for during, _, link, size, hidden, _ in adapted if link == NVME and hidden}
+    assert read == pytest.approx({"forward": 2 / 8, "backward": 2 / 8}, rel=1e-3)
+
+
 def test_communication_hides_behind_layers_and_not_without_a_link() -> None:
     fast, slow = plan(recipe("fsdp"), "h200x8"), plan(recipe("fsdp", batch={"global_batch_size": 8}), "l4x8")
     assert 0 < fast.communication_seconds < 0.05 * fast.compute_seconds.value
@@ -557,10 +565,10 @@ SENT: dict[str, tuple[str, dict[str, Any], list[tuple[str, int, str, float, bool
             ("backward", 1, HOST, 0.5, True, 0),
             ("step", 1, NVME, 4.0, False, 0),
             ("forward", 8, HOST, 0.25, True, 0),
-            ("forward", 8, NVME, 0.25, True, 0),
+            ("forward", 8, NVME, 0.25 * ON_DRIVE, True, 0),
             ("backward", 8, HOST, 0.25, True, 0),
-            ("backward", 8, NVME, 0.25, True, 0),
-            ("step", 1, NVME, 0.25, False, 0),
+            ("backward", 8, NVME, 0.25 * ON_DRIVE, True, 0),
+            ("step", 1, NVME, 0.25 * ON_DRIVE, False, 0),
         ],
     ),
 }

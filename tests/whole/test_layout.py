@@ -14,6 +14,7 @@ ELSEWHERE = {
     "cli/option_types": "cli/test_commands",
     "cli/registry": "cli/test_commands",
     "cli/run_commands": "cli/test_commands",
+    "distributed/swap_buffers": "distributed/test_nvme",
     "run": "whole/test_packaging",
     "train/process": "train/test_main",
     "train/session": "train/test_main",

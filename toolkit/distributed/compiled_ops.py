@@ -37,10 +37,11 @@ def load(builder: Any, needs: str) -> None:
     """
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.glob(f"**/{builder.name}/*.so")):
+        # Before the lock: another process may be the first to get it, and only one is heard.
+        _log.info("Compiling DeepSpeed's %s: once, for some minutes", builder.name)
     with locked(folder / "toolkit.lock"):
         wait_for_compilers()
-        if not any(folder.glob(f"**/{builder.name}/*.so")):
-            _log.info("Compiling DeepSpeed's %s: once, for some minutes", builder.name)
         try:
             builder.load()
         except (RuntimeError, ImportError) as error:

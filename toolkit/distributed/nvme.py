@@ -57,6 +57,10 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
                 "free space, name a larger drive, offload to cpu, or use more nodes",
             )
         _load_op()
+        if strategy.offload_param == "nvme":
+            from toolkit.distributed.swap_buffers import managed
+
+            stack.enter_context(managed())
         yield folder
 
 

@@ -64,19 +64,24 @@ def check_weights(session: Session, step: int) -> None:
 def are_finite(parameters: Iterable[Any], rank: int = 0) -> bool:
     """Whether what a process holds of the trained ones is.
 
-    ZeRO-3 keeps equal parts beside an empty tensor. Where they do not divide, the last ones end in memory that nobody
-    has written, and that may hold anything.
+    ZeRO-3 keeps equal parts beside a tensor that is empty while they are not gathered. Where they do not divide, the
+    last ones end in memory that nobody has written, and that may hold anything.
     """
     for parameter in parameters:
         if parameter.requires_grad:
-            part = getattr(parameter, "ds_tensor", parameter).detach()
-            if hasattr(parameter, "ds_tensor"):
-                part = part[: max(0, parameter.ds_numel - rank * parameter.ds_tensor.ds_numel)]
-            part = part.to_local() if hasattr(part, "to_local") else part
-            # Anything that is not finite stays so in a sum, and weights are far from the largest numbers.
-            if not torch.isfinite(part.sum(dtype=torch.float32)):
-                return False
+            swapper = getattr(parameter, "nvme_swapper", None)
+            with swapper.present(parameter) if swapper else contextlib.nullcontext():
+                # Anything that is not finite stays so in a sum, and weights are far from the largest numbers.
+                if not torch.isfinite(_part(parameter, rank).sum(dtype=torch.float32)):
+                    return False
     return True
+
+
+def _part(parameter: Any, rank: int) -> torch.Tensor:
+    if hasattr(parameter, "ds_tensor") and not parameter.numel():
+        return parameter.ds_tensor[: max(0, parameter.ds_numel - rank * parameter.ds_tensor.ds_numel)]
+    part = parameter.detach()
+    return part.to_local() if hasattr(part, "to_local") else part
 
 
 def ended(session: Session, what: str) -> UserError:

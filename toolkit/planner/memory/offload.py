@@ -8,8 +8,11 @@ from toolkit.planner.memory.states import States
 from toolkit.planner.memory.zero import SUB_GROUP
 from toolkit.planner.workload import WIDTH, Workload
 
-_NVME_BUFFERS, _NVME_BUFFER = 5, 100_000_000
-"""ZeRO-3's buffers for parameters on NVMe, and elements of each (`offload_param.buffer_count`, `.buffer_size`)."""
+_NVME_BUFFERS = 5
+"""ZeRO-3's buffers for parameters on NVMe (`offload_param.buffer_count`), each as large as the largest part of one."""
+_MAX_IN_CPU = 1_000_000_000
+"""Elements of trained parameters that a process keeps in host memory although they are offloaded to NVMe
+(`offload_param.max_in_cpu`)."""
 _SWAP_BUFFERS = 4
 """Pinned buffers for optimizer state on NVMe (`offload_optimizer.buffer_count`), each as large as a sub-group."""
 
@@ -40,8 +43,18 @@ def offloaded(workload: Workload, held: States) -> dict[str, float]:
     elif strategy.offload_param == "cpu":
         parts["parameters"] = held.parameters + held.adapters
     elif strategy.offload_param == "nvme":
-        parts["staging"] = parts.get("staging", 0) + _NVME_BUFFERS * _NVME_BUFFER * WIDTH[types.local]
+        part = max((each.numel for each in workload.trace.tensors), default=0) / workload.over.parameters
+        kept = kept_from_nvme(workload)
+        # `reserve_partitioned_swap_space`: what changes on the drive goes there by sub-groups.
+        changed = min(SUB_GROUP, share) if kept < share else 0.0
+        parts["parameters"] = kept * WIDTH[types.local]
+        parts["staging"] = parts.get("staging", 0) + (_NVME_BUFFERS * part + changed) * WIDTH[types.local]
     return parts
+
+
+def kept_from_nvme(workload: Workload) -> float:
+    """Elements that one process keeps in host memory of parameters that are offloaded to NVMe: trained ones."""
+    return min(_MAX_IN_CPU, workload.owned)
 
 
 def offloaded_activations(workload: Workload) -> float:

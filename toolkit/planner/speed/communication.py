@@ -20,6 +20,7 @@ from typing import Literal
 
 from toolkit.distributed.engines import reshards_after_forward
 from toolkit.planner.hardware import End, Hardware
+from toolkit.planner.memory.offload import kept_from_nvme
 from toolkit.planner.memory.states import states
 from toolkit.planner.pipeline import hops, tied_bytes
 from toolkit.planner.trace.types import Tensors
@@ -312,13 +313,15 @@ def _offloads(workload: Workload, boundary: float) -> Iterator[Transfer]:
     if strategy.offload_param != "none":
         divided = sum(_bytes(workload, each) for each in trace.tensors if _divided(workload, each))
         part = divided / workload.over.parameters
-        fetched = {HOST: part, NVME: part} if strategy.offload_param == "nvme" else {HOST: part}
+        fetched = {HOST: part}
+        if strategy.offload_param == "nvme":
+            fetched[NVME] = max(0.0, part - kept_from_nvme(workload) * local)
         yield Transfer("forward", every, fetched)
         yield Transfer("backward", every, fetched)
         if strategy.name == "fsdp":
             yield Transfer("backward", workload.reductions, {HOST: owned * local})
         if strategy.offload_param == "nvme":
-            yield Transfer("step", 1, {NVME: owned * local}, hidden=False)
+            yield Transfer("step", 1, {NVME: (owned - kept_from_nvme(workload)) * local}, hidden=False)
     checkpointing = workload.recipe.activation_checkpointing
     if checkpointing.mode == "offload":
         kept = boundary * -(-trace.layers // checkpointing.every_n_layers)
