@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
-import hashlib
 import json
 import sys
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from toolkit.cache import cache_dir, find, keep
+from toolkit.common import content_hash
 from toolkit.recipe import Recipe
 
 FORMAT = 7
@@ -216,7 +216,7 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
         "python": sys.version,
         "files": stamps,
     }
-    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    key = content_hash(content)[:32]
     return (cache or cache_dir() / "data") / f"{key}.statistics.json"
 
 
