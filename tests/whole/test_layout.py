@@ -102,6 +102,7 @@ ELSEWHERE = {
     "planner/notes": "planner/test_build",
     "planner/plan": "planner/test_build",
     "report/page": "report/test_run_page",
+    "report/manifest": "report/test_load",
     "report/run_charts": "report/test_run_page",
     "report/run_view": "report/test_run_page",
     "train/arguments": "distributed/test_engines",

@@ -24,7 +24,9 @@ from toolkit.report.charts import Series, chart, smooth
 from toolkit.report.coordinates import Dimension, coordinates
 from toolkit.report.evaluation import Score
 from toolkit.report.leading import Leading, leading
-from toolkit.report.load import Manifest, Record, finite, number, read_run
+from toolkit.report.load import Record, finite, number, read_run
+from toolkit.report.manifest import Manifest
+from toolkit.report.run_charts import series
 from toolkit.report.scores import OF_MODELS, OF_TARGETS, of_tokens
 from toolkit.report.teacher import NEARNESS
 

@@ -8,7 +8,8 @@ from typing import Any
 from toolkit.common import bytes_text, compact, seconds_text
 from toolkit.data.audit import Audit, Bucket, Lengths
 from toolkit.report import plan_view
-from toolkit.report.load import WARM_UP_STEPS, Machine, Manifest, Record, Speed, number
+from toolkit.report.load import WARM_UP_STEPS, Record, Speed, number
+from toolkit.report.manifest import Machine, Manifest
 from toolkit.report.plan_view import flops_text, pipeline_text
 
 Row = tuple[str, ...]

@@ -35,7 +35,8 @@ from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.files import remove_partial, set_aside, write_json
 from toolkit.recipe import Loaded, Recipe, files
 from toolkit.recipe.teaching import of_teacher
-from toolkit.report.load import Manifest, read_manifest
+from toolkit.report.load import read_manifest
+from toolkit.report.manifest import Manifest
 from toolkit.seal import damage
 from toolkit.train import checkpoint
 from toolkit.train.continued import MANIFEST, RESERVED, used
