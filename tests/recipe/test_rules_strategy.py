@@ -25,8 +25,8 @@ from toolkit.distributed.environment import environment
 from toolkit.distributed.layout import World, batch_layout, run_length
 from toolkit.recipe import Recipe
 from toolkit.recipe.optimizers import OPTIMIZERS as TABLE
+from toolkit.recipe.parallel import STRATEGIES, Strategy
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES
-from toolkit.recipe.sections import STRATEGIES, Strategy
 
 OTHER: dict[str, Any] = {
     "offload_optimizer": "cpu",

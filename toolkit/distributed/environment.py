@@ -162,8 +162,7 @@ def _threads(recipe: Recipe, world: World, current: Mapping[str, str]) -> dict[s
 
 
 def _computes_on_host(recipe: Recipe, current: Mapping[str, str]) -> bool:
-    strategy = recipe.strategy
-    if strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none"):
+    if recipe.strategy.steps_on_host:
         return True
     hidden = current.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or _devices(current)
     # The device files of NVIDIA's driver (one per GPU), of WSL's and of AMD's.

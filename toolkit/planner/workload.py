@@ -12,7 +12,7 @@ from toolkit.distributed.layout import BatchLayout
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.trace.types import NOTHING, Amount, Shape, Tensors, Trace
 from toolkit.recipe import Recipe
-from toolkit.recipe.sections import Strategy
+from toolkit.recipe.parallel import Strategy
 
 WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element."""

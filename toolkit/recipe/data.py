@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from toolkit.recipe.base import Place, Section
-from toolkit.recipe.sections import Arguments, PositiveInt
+from toolkit.recipe.base import Place, PositiveInt, Section
+from toolkit.recipe.sections import Arguments
 
 OF_CHATS = ("tools", "functions", "chat_template_kwargs")
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from toolkit.recipe.base import Section
-from toolkit.recipe.sections import PositiveInt
+from toolkit.recipe.base import PositiveInt, Section
 
 
 class Faults(Section):

@@ -18,7 +18,7 @@ from toolkit.recipe.distillation import DISTILLATION, Distillation
 from toolkit.recipe.embedding import Embedding
 from toolkit.recipe.faults import Faults
 from toolkit.recipe.heads import CLASSIFYING, EMBEDDING, HEADED
-from toolkit.recipe.parallel import Parallel
+from toolkit.recipe.parallel import Parallel, Strategy
 from toolkit.recipe.precisions import FP8_SCALING, PURE
 from toolkit.recipe.preference import (
     JUDGED,
@@ -41,7 +41,6 @@ from toolkit.recipe.sections import (
     Optimizer,
     Output,
     Schedule,
-    Strategy,
 )
 
 VARLEN_ATTENTION = ("torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")

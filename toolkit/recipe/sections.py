@@ -12,10 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from toolkit.recipe.arguments import POSITIVE, SHARE, Argument, count, number, one_of
-from toolkit.recipe.base import Place, Section
+from toolkit.recipe.base import Place, PositiveInt, Section
 from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 _WAVES = {"num_cycles": POSITIVE}
 _LOWEST = {"min_lr": number(0), "min_lr_rate": SHARE}
 _SHAPE = one_of("linear", "cosine", "1-sqrt")
@@ -44,7 +43,6 @@ EVA_ROWS, EVA_TOKENS = 64, 2**14
 MEMORY = PurePath("/dev/shm")
 """A folder whose files are kept in memory, which every process of a Linux machine can write."""
 
-PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 Scalar = bool | int | float | str
@@ -109,76 +107,6 @@ class Method(Section):
     def published_rank(self) -> int:
         """The largest rank of the adapter as it is published: what takes a part out of the base has twice of it."""
         return max(self.r, *self.rank_pattern.values(), 0) * (2 if self.init_lora_weights in MOVES_BASE else 1)
-
-
-class Strategy(Section):
-    """How training is spread over devices, and what is kept off them."""
-
-    main_key: ClassVar[str | None] = "name"
-
-    name: Literal[(*STRATEGIES, "auto")] = "ddp"  # type: ignore[valid-type]
-    """`ddp` replicates the model on every process (one process is plain training), `single` insists on one process.
-    DeepSpeed `zero1` shards optimizer state, `zero2` gradients too, `zero3` parameters too. `fsdp` is PyTorch's
-    FSDP2. `auto` takes the fastest that fits, with offloading where nothing else fits, and where nothing does and the
-    micro-batch and activation checkpointing are `auto` too, with what `parallel` can divide; other keys of this section
-    then stand, and leave only the strategies that read them."""
-    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where optimizer state and fp32 masters live and are updated under ZeRO: on the device (`none`), in host memory
-    (`cpu`), or on a drive (`nvme`, ZeRO-3 only)."""
-    offload_param: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters wait while they are not computed with: on the device (`none`), in host memory (`cpu`: ZeRO-3,
-    and FSDP, which keeps gradients and optimizer state there too), or on a drive (`nvme`: ZeRO-3)."""
-    nvme_path: Place | None = None
-    """Folder on a local NVMe drive for what is offloaded to `nvme`; each process makes a folder of its own in it."""
-    pin_memory: bool = True
-    """Whether what is offloaded lies in page-locked host memory: copies are faster, and nothing else can use that
-    memory."""
-    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type in which ZeRO and FSDP sum gradients over processes and micro-batches. `auto`: fp32, or bf16 under
-    `precision: pure_bf16` and `pure_fp8`."""
-    overlap_comm: bool = True
-    """Whether ZeRO reduces gradients while the backward pass still runs, at the cost of a second bucket of memory."""
-    reduce_bucket_size: PositiveInt = 50_000_000
-    """Number of gradient elements that ZeRO reduces at a time. A bucket takes this many times the bytes of
-    `reduce_dtype`."""
-    allgather_bucket_size: PositiveInt = 50_000_000
-    """Number of updated parameter elements that ZeRO-1 and ZeRO-2 gather at a time."""
-    prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
-    """Number of parameter elements that ZeRO-3 gathers ahead of their use."""
-    param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
-    """Parameters of fewer elements than this (norms, biases) stay whole on every process under ZeRO-3."""
-    max_live_parameters: PositiveInt = 1_000_000_000
-    """Most elements of gathered parameters that ZeRO-3 keeps on a device at a time."""
-    max_reuse_distance: Annotated[int, Field(ge=0)] = 1_000_000_000
-    """ZeRO-3 does not release a parameter that is used again within this many elements."""
-    sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
-    """What FSDP shards: `full_shard` parameters, gradients and optimizer state; `shard_grad_op` the same, but gathered
-    parameters are kept until the backward pass; `hybrid_shard` shards within a node and replicates across nodes."""
-    reshard_after_forward: bool | None = None
-    """Whether FSDP releases gathered parameters between forward and backward pass; by default as `sharding` says."""
-    sync_each_batch: bool = False
-    """Whether FSDP reduces gradients after every micro-batch and keeps its shard of their sum, as accelerate's
-    `sync_each_batch` does. By default it reduces once in a step, and holds all gradients whole until then."""
-    wrap_classes: list[str] = []
-    """Classes of layers that FSDP gathers as a unit, e.g. `[LlamaDecoderLayer]`; by default the model's own."""
-    state_dict_type: Literal["sharded", "full"] = "sharded"
-    """How FSDP writes checkpoints. `sharded` ones are fast, `full` ones are gathered on the first process. The final
-    model is always gathered."""
-    cpu_ram_efficient_loading: bool = True
-    """Under FSDP only the first process of a run reads the weights into host memory; the others receive their
-    shards."""
-
-    @property
-    def zero_stage(self) -> int:
-        """1 to 3; 0 without DeepSpeed."""
-        assert self.name != "auto", "the strategy is not decided yet"
-        return int(self.name[-1]) if self.name.startswith("zero") else 0
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether no process holds all parameters, so that every forward pass needs all processes."""
-        assert self.name != "auto", "the strategy is not decided yet"
-        return self.name in ("zero3", "fsdp")
 
 
 ADAPTER_LEARNING_RATE = 2e-4

@@ -125,7 +125,7 @@ class Step:
         taught = workload.teacher
         self._teacher = Step(taught, load, (), end, taught.experts) if taught else None
         every, strategy = self._layout.gradient_accumulation_steps, workload.strategy
-        on_host = strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none")
+        on_host = strategy.steps_on_host
         fused = FUSED_ON_CPU if self._hardware.device.kind == "cpu" else FUSED
         left = fused[end] if self._recipe.compiles_layers else 1.0
         again = {"backward": workload.written_again}
