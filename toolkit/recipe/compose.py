@@ -67,7 +67,7 @@ class Composed:
     """Keys of the file itself that do not count."""
 
 
-def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path | None = None) -> Composed:
+def compose_recipe(name: str, overrides: Sequence[str], folder: str | Path | None = None) -> Composed:
     """Composes a recipe; arguments as for `load`.
 
     Raises:

@@ -88,7 +88,7 @@ def _million_text(work: Work) -> str:
     return text if cost is None else f"{text}, which cost {money_text(cost)}"
 
 
-def rows_text(answers: int, texts: bool = False) -> tuple[str, str]:
+def rows_text(answers: int, texts: bool) -> tuple[str, str]:
     """What rows of so many sequences are called, and what follows a length that is one of each sequence.
 
     Args:

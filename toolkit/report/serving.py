@@ -97,7 +97,7 @@ def pooling_line(recipe: Recipe, model: str, name: str) -> str:
     return _line(*words, *_settings(recipe, "--default-chat-template-kwargs"))
 
 
-def asking_line(recipe: Recipe, model: str, chat: bool = False) -> str:
+def asking_line(recipe: Recipe, model: str, chat: bool) -> str:
     """Asks a whole model with a head, or one of vectors, about a text.
 
     Args:

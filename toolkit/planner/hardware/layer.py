@@ -189,16 +189,15 @@ class _Layers:
         pairs = batch * length**2 / (2 if name == DOCUMENTS else 1)
         return 3 * 4.0 * heads * pairs * size / self._seconds(work)
 
-    def _seconds(self, work: Work, seconds: float | None = None) -> float:
+    def _seconds(self, work: Work) -> float:
         """Seconds of one of at least three repetitions after one to warm up; of one thread its processor's.
 
         Their mean: what delays some of them, a training's steps meet as often.
         """
-        seconds = self.seconds if seconds is None else seconds
         clock = _clock()
         work()
         times: list[float] = []
-        end = time.perf_counter() + seconds
+        end = time.perf_counter() + self.seconds
         while len(times) < 3 or (time.perf_counter() < end and len(times) < 1000):
             started = clock()
             work()
