@@ -95,6 +95,7 @@ ELSEWHERE = {
     "models/attention_kernels": "models/test_attention",
     "models/own_attention": "models/test_attention",
     "models/special_tokens": "train/test_merge",
+    "models/layers": "models/test_tiled_mlp",
     "models/reading": "models/test_load",
     "models/varlen_trials": "models/test_varlen",
     "models/head_choice": "models/test_output_head",
