@@ -1,4 +1,4 @@
-"""What every room shares: the error a user can fix, what must not be shown, units, and text that fits.
+"""What every package shares: the error a user can fix, what must not be shown, units, and text that fits.
 
 Nothing heavy is imported, so that `toolkit show` answers at once.
 """
