@@ -1,5 +1,5 @@
-"""Rows of answers to the tensors of one batch: pairs that are compared, answers that are judged, and prompts whose
-answers are yet to come."""
+"""Collators for rows of answers: pairs that are compared, answers that are judged, and prompts whose answers are yet
+to be generated."""
 
 from __future__ import annotations
 

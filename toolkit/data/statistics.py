@@ -103,7 +103,7 @@ class DataStatistics:
         return (self.longest_eval_end_to_end if flat else 0.0) or self.longest_eval
 
     def alike(self, length: float) -> DataStatistics:
-        """The same with sequences that all take so many tokens."""
+        """These statistics with sequences that all have this many tokens."""
         return dataclasses.replace(self, quantiles=(length, length), end_to_end=())
 
     def shared(self, sequences: Any) -> Any:

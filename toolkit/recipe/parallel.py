@@ -1,4 +1,4 @@
-"""The section of a recipe that says what beside rows is divided over processes."""
+"""The sections of a recipe that say how training is divided over processes, and what is kept off their devices."""
 
 from __future__ import annotations
 
@@ -93,37 +93,38 @@ class Strategy(Section):
 
 
 class Parallel(Section):
-    """What beside rows is divided over processes. The rest of them divides rows, and `strategy` spreads the model over
-    all."""
+    """How processes form groups that divide rows, layers or experts. The groups themselves are data parallel, and
+    `strategy` says how the model is spread over all processes."""
 
     sequence: PositiveInt = 1
-    """How many processes share each row: every one computes a part of its tokens, and in attention a part of the heads
-    over all of them (Ulysses, Jacobs et al. 2023, arXiv:2309.14509). Activations and logits of a process shrink with
-    it. Divides the model's attention heads; needs an attention backend that takes the boundaries of documents."""
+    """Number of processes that share each row: each computes some of its tokens, and in attention some of the heads for
+    all tokens (Ulysses, Jacobs et al. 2023, arXiv:2309.14509). Activations and logits per process shrink accordingly.
+    Must divide the number of attention heads; needs an attention backend that takes document boundaries."""
     context: PositiveInt = 1
-    """How many processes share each row, as with `sequence`, but in attention each keeps the queries of its tokens and
-    gathers the keys and values of the whole row (Llama Team 2024, arXiv:2407.21783, section 3.3.2). It need not divide
-    the heads, and less is sent where few of them have keys of their own."""
+    """Number of processes that share each row, as with `sequence`, but in attention each keeps the queries of its
+    tokens and gathers the keys and values of the whole row (Llama Team 2024, arXiv:2407.21783, section 3.3.2). It need
+    not divide the number of heads, and sends less for models with few key/value heads."""
     tensor: PositiveInt = 1
-    """How many processes divide each layer: every one has a part of the heads and of the inner width, with the weights,
-    gradients and optimizer state of them (tensor parallelism, Shoeybi et al. 2019, arXiv:1909.08053). They read the
-    same rows. Divides the model's heads of keys and values and its inner width; under `ddp`, `zero1`, `zero2` and
-    `fsdp`, and beside `sequence` or `context`, whose processes then share the heads that are left."""
+    """Number of processes that divide each layer: each has some of the heads and some of the inner width, with their
+    weights, gradients and optimizer state (tensor parallelism, Shoeybi et al. 2019, arXiv:1909.08053). They read the
+    same rows. Must divide the number of key/value heads and the inner width; works under `ddp`, `zero1`, `zero2` and
+    `fsdp`, and with `sequence` or `context`, whose processes then share the remaining heads."""
     expert: PositiveInt = 1
-    """How many processes divide the experts of each layer of a mixture: every one has some of them, with their weights,
-    gradients and optimizer state, and gets the tokens that meet them from the others (expert parallelism, Lepikhin et
-    al. 2020, arXiv:2006.16668). They read rows of their own. Divides the model's experts; under `ddp`."""
+    """Number of processes that divide the experts of each layer of a mixture: each has some of them, with their
+    weights, gradients and optimizer state, and receives the tokens routed to them from the other processes (expert
+    parallelism, Lepikhin et al. 2020, arXiv:2006.16668). They read different rows. Must divide the number of experts;
+    works under `ddp`."""
     pipeline: PositiveInt = 1
-    """How many processes the layers are spread over, one run of them after the other (pipeline parallelism, Huang et
-    al. 2019, arXiv:1811.06965). Hidden states go from each to the next, one micro-batch behind the other, so that
-    little is sent, and only between neighbours: it suits slow links between nodes. At most as many as there are layers;
+    """Number of processes over which the layers are spread in consecutive runs (pipeline parallelism, Huang et al.
+    2019, arXiv:1811.06965). Hidden states pass from each process to the next, one micro-batch after another, so little
+    is sent, and only between neighbours, which suits slow links between nodes. At most the number of layers; works
     under `ddp`."""
     schedule: Schedule = "1f1b"
-    """In which order a pipeline's processes take the micro-batches of a step. `gpipe`: all forwards, then all
-    backwards. `1f1b`: a backward pass as soon as one can be, which holds fewer of them at a time (Narayanan et al.
-    2019). `interleaved_1f1b`: two runs of layers on each process, for half the time in which processes wait (Narayanan
-    et al. 2021, arXiv:2104.04473). `zero_bubble`: two runs as well, and gradients of weights fill up the time in which
-    processes would wait (ZB-V, Qi et al. 2023, arXiv:2401.10241). All train alike."""
+    """Order in which a pipeline's processes compute the micro-batches of a step. `gpipe`: all forward passes, then all
+    backward passes. `1f1b`: each backward pass as soon as possible, which keeps fewer micro-batches in memory
+    (Narayanan et al. 2019). `interleaved_1f1b`: two runs of layers per process, which halves the idle time (Narayanan
+    et al. 2021, arXiv:2104.04473). `zero_bubble`: two runs as well, with the gradients of weights computed in the idle
+    time (ZB-V, Qi et al. 2023, arXiv:2401.10241). All give the same results."""
 
     @property
     def stages(self) -> int:
@@ -132,7 +133,7 @@ class Parallel(Section):
 
     @property
     def sharing(self) -> int:
-        """How many processes share each row, in whichever way."""
+        """Processes that share each row, by `sequence` or `context`."""
         return self.sequence * self.context
 
     @property
@@ -142,15 +143,15 @@ class Parallel(Section):
 
     @property
     def divides(self) -> bool:
-        """Whether processes have parts of what the strategy itself leaves whole."""
+        """Whether processes hold only parts of layers or experts, whatever the strategy shards."""
         return self.tensor > 1 or self.expert > 1
 
     @property
     def together(self) -> int:
-        """How many processes of neighbouring ranks get the same rows."""
+        """Processes, of neighbouring ranks, that read the same rows."""
         return self.sharing * self.tensor
 
     @property
     def together_by(self) -> str:
-        """The key by which they do, or both."""
+        """The keys that make them do so."""
         return " x ".join(filter(None, [self.shares_by, "parallel.tensor" if self.tensor > 1 else ""]))

@@ -24,7 +24,7 @@ MAX_MARKS = 50
 FEW_POINTS = 16
 LOG_RATIO = 50.0
 COLOURS = 8
-"""Of lines of equal standing; the ninth looks like the first."""
+"""Number of colours for lines of equal standing; the ninth looks like the first."""
 
 Style = Literal["line", "faint", "points"]
 """A line, raw values faintly behind a smoothed line, or a thin line with markers."""
@@ -46,7 +46,7 @@ class Series:
 
     @property
     def look(self) -> str:
-        """Its classes in `style.css`."""
+        """The line's classes in `style.css`."""
         return f"{self.style} nth{(self.number - 1) % COLOURS + 1}" if self.number else self.style
 
 

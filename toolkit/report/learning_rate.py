@@ -1,4 +1,4 @@
-"""The learning rate that a sweep of a small model found, offered for a larger one, with how sure it is.
+"""Transfers the best learning rate of a small model's sweep to a larger model, with an interval.
 
 Near its least the loss is a parabola over the logarithm of the learning rate, the same for every group of runs that
 differ in something else, such as the seed, but for a constant. Where it is least, and how sure that is, follows from
@@ -20,7 +20,7 @@ import numpy as np
 from toolkit.common import UserError
 
 SHARE = 0.9
-"""Of what an interval holds."""
+"""Probability that an interval covers."""
 _DRAWS, _SEED = 20_000, 0
 _WANDERS = 0.5
 """Standard deviation of that change of an exponent. Llamas trained from scratch for 80 steps had 0.9 between hidden
@@ -133,7 +133,7 @@ def _levels(points: Sequence[Point], rates: Sequence[float]) -> np.ndarray:
 
 
 def for_width(found: Sequence[tuple[int, Estimate]], width: int) -> Estimate:
-    """The same for a model of another width.
+    """The best learning rate, estimated for a model of another width.
 
     Args:
         found: Hidden size of a model, and what its sweep found.

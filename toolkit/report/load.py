@@ -92,12 +92,12 @@ class Record:
 
     @property
     def row_losses(self) -> RowLosses | None:
-        """Of the evaluation that is the result, where they are known."""
+        """Losses of held-out rows in the evaluation that is the result; None if they are not known."""
         return self.held_out_rows.of(self.result) if self.held_out_rows else None
 
     @property
     def change(self) -> Estimate | None:
-        """Of the held-out loss since before training, on the same rows; None where that is not known."""
+        """Change of the held-out loss since before training, on the same rows; None if it is not known."""
         before = next((row for row in self.evaluations if row["step"] == 0), None)
         if not self.held_out_rows or not self.row_losses:
             return None

@@ -78,7 +78,7 @@ class Published(BaseModel):
     """Which model is in `final`, where the recipe does not say that it is the last one."""
 
     step: int
-    """Of its evaluation."""
+    """The step of its evaluation."""
     what: str
     """For a sentence that begins with "the published model is"."""
 
@@ -114,7 +114,7 @@ class Manifest(Partial):
     saved_by: dict[str, Any] = {}
     """See `checkpoint.writer`."""
     chosen: dict[str, str] = {}
-    """What `auto` came to, and why."""
+    """The values chosen for `auto`, and why."""
     taken_over: dict[str, Any] = {}
     """DeepSpeed's settings that only the launcher's file states, by dotted key."""
     extra: dict[str, Any] = {}
@@ -124,7 +124,7 @@ class Manifest(Partial):
     server: dict[str, str] = {}
     """Which one generated the answers, where one did: `address`, its version of `vllm`, and its `model`."""
     hashes: dict[str, str] = {}
-    """Of recipe, data and model."""
+    """Hashes of recipe, data and model."""
     batch: BatchLayout | None = None
     parameters: Parameters | None = None
     notes: list[str] = []

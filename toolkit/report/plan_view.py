@@ -142,7 +142,7 @@ def serving_title(plan: Plan) -> str:
 
 
 def serving_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Of each form of the result: its bytes, those of a sequence, and how many of them are there at once."""
+    """For each form of the result: its bytes, those of a sequence, and how many sequences fit at once."""
     if plan.serving is None:
         return []
     cache = bytes_text(plan.serving.cache)

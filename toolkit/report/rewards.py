@@ -1,4 +1,4 @@
-"""What is said of the rewards of answers: in the terminal, in a report and in a model card."""
+"""Rewards of answers, as text for the terminal, the report and the model card."""
 
 from __future__ import annotations
 

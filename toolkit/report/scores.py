@@ -1,4 +1,4 @@
-"""Metrics of an evaluation beside its loss, all of which are better the higher they are: what they are called."""
+"""Names of the metrics of an evaluation beside its loss; all are better the higher they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of how near a student is to its teacher: in the terminal, in a report and in a model card."""
+"""How near a student is to its teacher, as text for the terminal, the report and the model card."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def nvidia(environment: Mapping[str, str]) -> list[Gpu]:
 
 
 def answering(names: Sequence[str]) -> list[str]:
-    """Of NVIDIA's GPUs, named as in `CUDA_VISIBLE_DEVICES`, those that the driver has not lost."""
+    """Those of these NVIDIA GPUs, named as in `CUDA_VISIBLE_DEVICES`, that the driver can still reach."""
 
     def answers(name: str) -> bool:
         try:
@@ -98,7 +98,7 @@ def answering(names: Sequence[str]) -> list[str]:
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver; `unknown` where it does not answer."""
+    """Version of NVIDIA's driver; `unknown` if it does not answer."""
     try:
         pynvml.nvmlInit()
         try:
