@@ -237,7 +237,7 @@ class Reach:
         """The tests to run, in two parts: those in files that import the module, and the others.
 
         They are those that reach the statement. What runs when its module is imported runs for no test; it gets those
-        that reach anything in the module or import it, and all of its room.
+        that reach anything in the module or import it, and all of its package.
         """
         contexts = self.coverage.contexts_by_lineno(str(self.place / mutant.file))
         lines = statement_in_function((self.place / mutant.file).read_text(encoding="utf-8"), mutant.line)
@@ -247,8 +247,8 @@ class Reach:
         of_module = {test for test in self.seconds if module in self.texts[test.split("::")[0]]}
         reached = {test for line in lines or contexts for test in contexts.get(line, ()) if test in self.seconds}
         # Those of the module's own file may reach it in processes that they start.
-        _, room, *_ = Path(mutant.file).parts
-        of = f"tests/{room}/test_{Path(mutant.file).stem}.py" if lines else f"tests/{room}/"
+        _, package, *_ = Path(mutant.file).parts
+        of = f"tests/{package}/test_{Path(mutant.file).stem}.py" if lines else f"tests/{package}/"
         reached |= {test for test in self.seconds if test.startswith(of)} | (set() if lines else of_module)
         importing = reached & of_module
         for part in (importing, reached - importing):

@@ -18,11 +18,11 @@ from toolkit.recipe import Recipe, shipped_recipes
 from toolkit.recipe.errors import as_text
 from toolkit.recipe.files import locate, options
 from toolkit.recipe.optimizers import OPTIMIZERS
+from toolkit.recipe.parallel import Strategy
 from toolkit.recipe.rules import RULES
 from toolkit.recipe.rules.expert import EXPERT_RULES
 from toolkit.recipe.rules.parallel import PARALLEL_RULES
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES
-from toolkit.recipe.sections import Strategy
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "strategies.md"
 

@@ -1,4 +1,4 @@
-"""What every room shares: errors in a line, what must not be shown, values as text."""
+"""What every package shares: errors in a line, what must not be shown, values as text."""
 
 from __future__ import annotations
 

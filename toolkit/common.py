@@ -1,4 +1,4 @@
-"""What every room shares: the error a user can fix, what must not be shown, units, and text that fits.
+"""What every package shares: the error a user can fix, what must not be shown, units, and text that fits.
 
 Nothing heavy is imported, so that `toolkit show` answers at once.
 """
@@ -6,9 +6,11 @@ Nothing heavy is imported, so that `toolkit show` answers at once.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import math
+import os
 import re
 import sys
 import threading
@@ -192,6 +194,16 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def usable_cores() -> int:
+    """Logical CPU cores that this process may run on, as far as the system says: macOS only counts all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def content_hash(content: Any) -> str:
+    """SHA-256 of JSON content in 64 hexadecimal digits, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def duration(seconds: float) -> str:

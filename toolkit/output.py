@@ -1,4 +1,4 @@
-"""What a command says while it works: the rooms' messages, those of libraries, and how much of them."""
+"""What a command says while it works: the toolkit's messages, those of libraries, and how much of them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Help(argparse.Action):
 
 
 def start_logging(options: argparse.Namespace, first: bool = True, outlives_disk: bool = False) -> None:
-    """Shows on standard error what the rooms log, each under its own name: `toolkit.train`, `toolkit.planner`, …
+    """Shows on standard error what our packages log, each under its own name: `toolkit.train`, `toolkit.planner`, …
 
     Args:
         options: What `add_verbosity` has parsed.

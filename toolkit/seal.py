@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cache import build_once, share
+from toolkit.common import content_hash
 from toolkit.files import read_file, write_json
 
 _RECORD, _FORMER = "seal.json", "checkpoint.json"
@@ -43,7 +44,7 @@ def seal(checkpoint: Path, values: Mapping[str, Any]) -> Path:
     share(checkpoint)
     record = {**values, "files": contents(checkpoint)}
     # Last of all, and as one operation: it makes the checkpoint count.
-    write_json(checkpoint / _RECORD, {**record, "sha256": _digest(record)})
+    write_json(checkpoint / _RECORD, {**record, "sha256": content_hash(record)})
     return checkpoint / _RECORD
 
 
@@ -54,7 +55,7 @@ def read_seal(checkpoint: Path) -> dict[str, Any]:
         digest = record.pop("sha256")
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return {}
-    return record if digest == _digest(record) else {}
+    return record if digest == content_hash(record) else {}
 
 
 def fault(checkpoint: Path) -> str:
@@ -109,10 +110,6 @@ def contents(folder: Path, names: Iterable[str] | None = None) -> dict[str, list
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         return dict(pool.map(content, _files(folder) if names is None else names))
-
-
-def _digest(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _some(names: list[str]) -> str:

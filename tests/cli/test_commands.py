@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import environment, write_recipe
+from harness import environment, write_jsonl, write_recipe
 from tiny import chat_rows, tiny_model
 
 from toolkit.cli.main import main
@@ -368,7 +368,7 @@ def test_data_is_audited_and_shown(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", place / "model")
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)))
+    write_jsonl(place / "rows.jsonl", chat_rows(20))
     write_recipe(place, "mine", f"model: {{path: {model}}}\ndata: {{sources: [rows.jsonl], over_long: truncate}}\n")
     assert main(["data", "recipe=mine", "--show", "2"]) == 0
     text = capsys.readouterr().out

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import environment
+from harness import environment, write_jsonl
 from small import place_with
 
 from toolkit.cli.jobs import shares
@@ -41,7 +41,7 @@ def finished_run(folder: Path, losses: dict[int, float], status: str = "finished
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps({"status": status}))
     rows = ({"step": step, "eval_loss": loss} for step, loss in losses.items())
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "metrics.jsonl", rows)
 
 
 @pytest.mark.parametrize(

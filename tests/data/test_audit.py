@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, recipe, write_jsonl
+from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, recipe
+from harness import write_jsonl
 
 from toolkit.common import LINES, UserError
 from toolkit.data.audit import (

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import environment
+from harness import environment, write_jsonl
 
 from recipes import write
 from toolkit.cli.main import main
@@ -21,7 +21,7 @@ GOOD = [{"prompt": "a", "completion": "b"}] * 3
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GOOD))
+    write_jsonl(Path("rows.jsonl"), GOOD)
     Path("chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": 5}]}) + "\n")
     Path("silent.jsonl").write_text("".join(json.dumps(row | {"completion": " "}) + "\n" for row in GOOD))
     write("mine", "model: smollm2_135m_builtin\ndata:\n  sources:\n  - rows.jsonl\n  eval_split: 0.5\n")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_fixtures import chatml_tokenizer, plain_tokenizer, recipe, write_jsonl
+from data_fixtures import chatml_tokenizer, plain_tokenizer, recipe
+from harness import write_jsonl
 
 from toolkit.common import UserError
 from toolkit.data.answer_batches import JudgedCollator

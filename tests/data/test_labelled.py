@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 from datasets import ClassLabel, Dataset, Features, List, Value
+from harness import write_jsonl
 
 from toolkit.common import UserError
 from toolkit.data.audit import DataError
@@ -107,7 +108,7 @@ def test_classes_are_in_the_order_of_the_data_or_sorted(tmp_path: Path) -> None:
 
 def test_the_audit_says_how_labels_are_spread(tmp_path: Path) -> None:
     held = [{"text": "seen nowhere", "label": "ugly"}, {"text": "another", "label": "good"}]
-    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+    write_jsonl(tmp_path / "held.jsonl", held)
     twice = [{"text": "both", "label": "good"}, {"text": "both", "label": "bad"}, {"text": " ", "label": "good"}]
     found = prepared(
         tmp_path, [*TEXTS, *twice, {"text": "no label", "label": None}], eval_sources=[str(tmp_path / "held.jsonl")]

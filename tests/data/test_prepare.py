@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, recipe, write_jsonl
+from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, recipe
 from datasets import Dataset
+from harness import write_jsonl
 
 from toolkit.common import UserError
 from toolkit.data import prepare as prepare_module

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from data_fixtures import STOP, chat_row, chatml_tokenizer, recipe, write_jsonl
+from data_fixtures import STOP, chat_row, chatml_tokenizer, recipe
+from harness import write_jsonl
 
 from toolkit.common import printable
 from toolkit.data.audit import Problem

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import write_jsonl
 
 from toolkit.cli.main import main as toolkit
 from toolkit.common import UserError
@@ -113,7 +113,7 @@ def test_what_is_not_clear_is_asked(row: dict[str, Any], settings: dict[str, Any
 
 
 def audit(rows: list[dict[str, Any]], capsys: Any, *overrides: str) -> tuple[int, str]:
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(Path("rows.jsonl"), rows)
     Path("recipes").mkdir(exist_ok=True)
     Path("recipes/asks.yaml").write_text(RECIPE, encoding="utf-8")
     code = toolkit(["data", "recipe=asks", *overrides])

@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_fixtures import STOP, chat_row, chatml_tokenizer, recipe, write_jsonl
+from data_fixtures import STOP, chat_row, chatml_tokenizer, recipe
+from harness import write_jsonl
 
 from toolkit.data import sample
 from toolkit.data.prepare import prepare

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_fixtures import write_jsonl
 from datasets import Dataset, DatasetDict, load_from_disk
+from harness import write_jsonl
 
 from toolkit.common import UserError
 from toolkit.data import sources

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_fixtures import chatml_tokenizer, write_jsonl
+from data_fixtures import chatml_tokenizer
+from harness import write_jsonl
 
 from toolkit.data.answer_batches import AnswerCollator, PromptCollator
 from toolkit.data.batches import cut
@@ -105,7 +105,7 @@ def test_micro_batches_of_an_epoch(size: int, count: int, kind: str, flat: bool)
 def test_of_pairs_the_longer_side_counts(tmp_path: Path) -> None:
     rows = [{"source": "word " * (3 + n), "target": "word " * (30 - 2 * n)} for n in range(10)]
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     held_out = write_jsonl(tmp_path / "held.jsonl", [{"source": "word", "target": "word " * n} for n in (3, 41)])
     wanted = recipe(path, seq_len=256, eval_sources=[str(held_out)]).model_copy(update={"objective": "seq2seq"})
     prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")

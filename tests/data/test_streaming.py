@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from data_fixtures import STOP, chatml_tokenizer, recipe, write_jsonl
-from harness import losses, write_recipe
+from data_fixtures import STOP, chatml_tokenizer, recipe
+from harness import losses, write_jsonl, write_recipe
 from ranks import Ranks
 from tiny import tiny_model
 from torch.utils.data import DataLoader

@@ -15,8 +15,9 @@ from unittest import mock
 import psutil
 import pyarrow as pa
 import pytest
-from data_fixtures import chatml_tokenizer, plain_tokenizer, write_jsonl
+from data_fixtures import chatml_tokenizer, plain_tokenizer
 from datasets import Dataset
+from harness import write_jsonl
 
 from toolkit.common import UserError, in_background
 from toolkit.data.encode import Encoder

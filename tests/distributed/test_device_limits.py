@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 
+from recipes import recipe
 from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_cpu, check_device, check_engine
-from toolkit.recipe import Recipe
-
-
-def recipe(**sections: Any) -> Recipe:
-    return Recipe.model_validate({"model": {"path": "m"}, "data": {"sources": ["d.jsonl"]}, **sections})
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from recipes import recipe
 from toolkit.common import UserError
 from toolkit.distributed.engine_state import expected_state
 from toolkit.distributed.engines import (
@@ -24,13 +25,8 @@ from toolkit.distributed.engines import (
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World, batch_layout, micro_batch_sizes, run_length
-from toolkit.recipe import Recipe
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.sections import SCHEDULES
-
-
-def recipe(**sections: Any) -> Recipe:
-    return Recipe.model_validate({"model": {"path": "m"}, "data": {"sources": ["d.jsonl"]}, **sections})
 
 
 @pytest.mark.parametrize(

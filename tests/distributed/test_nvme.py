@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import losses, write_recipe
+from harness import losses, write_jsonl, write_recipe
 from ranks import ON_CPU, Ranks
 from tiny import chat_rows, tiny_tokenizer
 
@@ -45,7 +44,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     size.update({"vocab_size": len(tokenizer), "max_position_embeddings": 256})
     LlamaForCausalLM(size).save_pretrained(model)
     tokenizer.save_pretrained(model)
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)), encoding="utf-8")
+    write_jsonl(tmp_path / "chat.jsonl", chat_rows(20))
     write_recipe(tmp_path, "small", RECIPE.replace("MODEL", str(model)))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -23,7 +23,7 @@ from toolkit.planner.trace.setting import Setting, setting_of
 from toolkit.planner.trace.types import Trace
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
-from toolkit.report.load import Parameters
+from toolkit.report.manifest import Parameters
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import models_doc
 import pytest
 import torch
-from harness import losses, write_recipe
+from harness import losses, write_jsonl, write_recipe
 from ranks import ON_CPU, Ranks
 from safetensors.torch import load_file, save_file
 from small import LORA, RECIPE
@@ -111,8 +111,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("published")
     for kind in FORMS:
         publish(kind, folder / kind)
-        rows = "".join(json.dumps(row) + "\n" for row in chat_rows(20))
-        (folder / kind / "chat.jsonl").write_text(rows, encoding="utf-8")
+        write_jsonl(folder / kind / "chat.jsonl", chat_rows(20))
         write_recipe(folder / kind, "small", RECIPE)
     return {kind: folder / kind for kind in FORMS}
 

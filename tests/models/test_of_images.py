@@ -9,7 +9,7 @@ from pathlib import Path
 import models_doc
 import pytest
 import torch
-from harness import losses, write_recipe
+from harness import losses, write_jsonl, write_recipe
 from ranks import ON_CPU, Ranks
 from safetensors.torch import load_file
 from small import LORA, RECIPE
@@ -36,8 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_kind(models_doc.stated(kind, "sft"), folder / kind)
         (folder / kind / "preprocessor_config.json").write_text(PROCESSOR, encoding="utf-8")
         (folder / kind / "processor_config.json").write_text(WITH_TEMPLATE, encoding="utf-8")
-    rows = "".join(json.dumps(row) + "\n" for row in chat_rows(20))
-    (folder / "chat.jsonl").write_text(rows, encoding="utf-8")
+    write_jsonl(folder / "chat.jsonl", chat_rows(20))
     write_recipe(folder, "small", RECIPE)
     return folder
 

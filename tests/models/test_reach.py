@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import models_doc
 import pytest
 import torch
-from harness import losses, write_recipe
+from harness import losses, write_jsonl, write_recipe
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
 from ranks import Ranks
 from safetensors.torch import load_file
@@ -63,7 +62,7 @@ def test_experts_that_are_modules_are_not_reached_by_every_batch(monkeypatch: py
 
 
 def folder_with(kind: str, place: Path) -> Path:
-    (place / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)), encoding="utf-8")
+    write_jsonl(place / "chat.jsonl", chat_rows(20))
     write_recipe(place, "small", RECIPE)
     return tiny_kind(models_doc.stated(kind, "sft"), place / kind)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import models_doc
 import pytest
 import torch
-from harness import write_recipe
+from harness import write_jsonl, write_recipe
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from small import RECIPE, dequantized, logits_of
 from tiny import chat_rows, tiny_kind
@@ -100,7 +99,7 @@ def test_a_model_without_embeddings_of_tokens_gets_no_adapters() -> None:
 def loaded(kind: str, form: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """A recipe and its model in a form of fewer bits."""
     monkeypatch.chdir(place)
-    (place / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)), encoding="utf-8")
+    write_jsonl(place / "chat.jsonl", chat_rows(20))
     write_recipe(place, "small", RECIPE)
     folder = tiny_kind(models_doc.stated(kind, "sft"), place / kind)
     keys = [f"model.path={folder}", "method.name=lora", f"method.quantization={form}", "method.lora_dropout=0"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import models_doc
 import pytest
 import torch
-from harness import losses, write_recipe
+from harness import losses, write_jsonl, write_recipe
 from ranks import Ranks
 from safetensors.torch import load_file
 from small import RECIPE
@@ -21,7 +20,7 @@ from toolkit.train.main import main
 def test_a_head_of_another_size_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [{"text": f"this is row {number}", "label": ("good", "bad", "fair")[number % 3]} for number in range(18)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     write_recipe(tmp_path, "small", RECIPE)
     model = tiny_kind(models_doc.stated("llama", "sft"), tmp_path / "llama")
     scoring = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, pad_token_id=0)
@@ -40,7 +39,7 @@ def test_zero3_trains_and_publishes_what_one_process_does(
 ) -> None:
     """RWKV asks for the shapes of weights that were loaded; a renaming of DeepSeek V4 fits a name that stays."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)), encoding="utf-8")
+    write_jsonl(tmp_path / "chat.jsonl", chat_rows(20))
     write_recipe(tmp_path, "small", RECIPE)
     model = tiny_kind(models_doc.stated(kind, "sft"), tmp_path / kind)
     asked = [f"model.path={model}", "optimizer.name=sgd", "optimizer.learning_rate=0.1", "batch.micro_batch_size=1"]

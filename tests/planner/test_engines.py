@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from figures import record
-from harness import metrics, write_recipe
+from harness import metrics, write_jsonl, write_recipe
 from tiny import text_rows, tiny_tokenizer
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -72,10 +72,10 @@ def folder(tmp_path_factory):
     config = LlamaConfig(**{**config.to_dict(), "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4})
     LlamaForCausalLM(config).save_pretrained(folder / "heads")
     tokenizer.save_pretrained(folder / "heads")
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text_rows(40)), encoding="utf-8")
-    (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text_rows(300)), encoding="utf-8")
+    write_jsonl(folder / "text.jsonl", text_rows(40))
+    write_jsonl(folder / "many.jsonl", text_rows(300))
     long = [{"text": " ".join(row["text"] for row in text_rows(40)[part::4])} for part in range(4)]
-    (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long), encoding="utf-8")
+    write_jsonl(folder / "long.jsonl", long)
     write_recipe(folder, "wide", _RECIPE)
     return folder
 

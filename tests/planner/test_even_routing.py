@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from harness import metrics, write_recipe
+from harness import metrics, write_jsonl, write_recipe
 from tiny import text_rows, tiny_tokenizer
 from tracker import measured, planned
 
@@ -57,7 +56,7 @@ def folder(tmp_path_factory):
         tokenizer.save_pretrained(folder / name)
     # Longer than a row, so that each process has as many tokens in each micro-batch.
     rows = [{"text": row["text"] * 20} for row in text_rows(40)]
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(folder / "text.jsonl", rows)
     write_recipe(folder, "wide", _RECIPE)
     return folder
 

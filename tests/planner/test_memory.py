@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import models_doc
 import pytest
 import torch
-from harness import write_recipe
+from harness import write_jsonl, write_recipe
 from ranks import ON_CPU
 from small import FP8, INT4, INT8, LORA, MODELS, NF4, SEQ2SEQ
 from tiny import text_rows, tiny_model, tiny_tokenizer
@@ -129,7 +128,7 @@ def folder(tmp_path_factory):
         ("related", related),
     )
     for name, each in named:
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", each)
     write_recipe(folder, "full_rows", _RECIPE)
     return folder
 

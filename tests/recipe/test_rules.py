@@ -130,10 +130,10 @@ def test_rule_refuses_and_its_fix_is_valid(rule: str, breaks: list[str], fix: li
 
 
 def test_every_rule_has_a_case_and_names_are_unique() -> None:
-    rooms = (INPUT_RULES, METHOD_RULES, TRAINING_RULES, STRATEGY_RULES, PARALLEL_RULES, EXPERT_RULES)
-    rooms += (PIPELINE_RULES, PREFERENCE_RULES, REINFORCEMENT_RULES, DISTILLATION_RULES, HEAD_RULES, EMBEDDING_RULES)
-    rooms += (RESULT_RULES, IGNORED_RULES, UNUSUAL_RULES)
-    assert len(RULES) == sum(map(len, rooms))
+    tables = (INPUT_RULES, METHOD_RULES, TRAINING_RULES, STRATEGY_RULES, PARALLEL_RULES, EXPERT_RULES)
+    tables += (PIPELINE_RULES, PREFERENCE_RULES, REINFORCEMENT_RULES, DISTILLATION_RULES, HEAD_RULES, EMBEDDING_RULES)
+    tables += (RESULT_RULES, IGNORED_RULES, UNUSUAL_RULES)
+    assert len(RULES) == sum(map(len, tables))
     assert set(RULES) == {rule for rule, _, _ in CASES}
 
 

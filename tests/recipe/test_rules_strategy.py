@@ -19,14 +19,14 @@ from ranks import Ranks
 from strategies_doc import strategies_markdown
 from tiny import tiny_model
 
+from recipes import recipe
 from toolkit.common import UserError
 from toolkit.distributed.engines import dtypes, training_arguments
 from toolkit.distributed.environment import environment
 from toolkit.distributed.layout import World, batch_layout, run_length
-from toolkit.recipe import Recipe
 from toolkit.recipe.optimizers import OPTIMIZERS as TABLE
+from toolkit.recipe.parallel import STRATEGIES, Strategy
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES
-from toolkit.recipe.sections import STRATEGIES, Strategy
 
 OTHER: dict[str, Any] = {
     "offload_optimizer": "cpu",
@@ -42,10 +42,6 @@ OTHER: dict[str, Any] = {
 }
 """A value of each key that is not its default; numbers and switches are changed by themselves."""
 OFFLOADED = {"zero3": {"offload_optimizer": "nvme", "offload_param": "nvme"}}
-
-
-def recipe(**sections: Any) -> Recipe:
-    return Recipe.model_validate({"model": {"path": "m"}, "data": {"sources": ["d.jsonl"]}, **sections})
 
 
 def translated(strategy: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from example_run import AUDIT, MANIFEST
+from harness import write_jsonl
 from pages import step_line
 from tiny import tiny_gguf, tiny_model
 
@@ -33,7 +34,7 @@ def run(tmp_path: Path) -> Path:
         step_line(40, epoch=0.5, loss=2.8, tokens=34_800, seconds=120.0, step_seconds=2.0),
         {"step": 40, "eval_loss": 2.74},
     ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(run / "metrics.jsonl", rows)
     manifest = {
         "name": "demo",
         "command": f"python {tmp_path}/toolkit/run.py hub_token=hf_secret",

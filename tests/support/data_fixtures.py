@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -64,13 +61,6 @@ def chatml_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.chat_template = CHATML
     return tokenizer
-
-
-def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
-    """Writes one JSON value per line and returns the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def chat_row(user: str, assistant: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import write_recipe
+from harness import write_jsonl, write_recipe
 from ranks import Ranks
 from tiny import chat_rows, tiny_model
 
@@ -62,7 +62,7 @@ def home(folder: Path) -> Path:
     tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
     tiny_model("meta-llama/Llama-3.2-1B", folder / "deep", kv_heads=2, layers=4)
     tiny_model("Qwen/Qwen3-30B-A3B", folder / "mixture")
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(40)), encoding="utf-8")
+    write_jsonl(folder / "chat.jsonl", chat_rows(40))
     write_recipe(folder, "small", RECIPE)
     return folder
 

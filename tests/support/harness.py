@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,13 @@ def write_recipe(folder: Path, name: str, text: str) -> None:
     file = folder / "recipes" / f"{name}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    """Writes one JSON value per line and returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

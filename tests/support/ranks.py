@@ -80,6 +80,13 @@ class Launch:
         """Whether none of its processes has ended."""
         return not any(isinstance(code, int) for code in self._ranks.ask(poll=self._number))
 
+    def wait_for_steps(self, run: Path) -> None:
+        """Waits until the run has written the loss of a step, for two minutes at most."""
+        metrics, end = run / "metrics.jsonl", time.monotonic() + 120
+        while not metrics.is_file() or '"loss"' not in metrics.read_text():
+            assert self.running() and time.monotonic() < end
+            time.sleep(0.05)
+
     def printed(self) -> str:
         """Standard output so far."""
         out, _ = self._ranks.files(self._number)

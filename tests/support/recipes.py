@@ -33,6 +33,11 @@ def values(loaded: Loaded, *paths: str) -> list[Any]:
     return result
 
 
+def recipe(**sections: Any) -> Recipe:
+    """A recipe with these sections beside the least that it needs; nothing is composed."""
+    return Recipe.model_validate({"model": {"path": "m"}, "data": {"sources": ["d.jsonl"]}, **sections})
+
+
 def recipe_of(*settings: str) -> Recipe:
     """A recipe with texts of `section.key=value`, parted by spaces; values are YAML, and nothing is composed."""
     content: dict[str, Any] = {"model": {"path": "a/b"}, "data": {"sources": [{"path": "rows.jsonl"}]}}

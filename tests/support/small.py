@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import write_recipe
+from harness import write_jsonl, write_recipe
 from tiny import chat_rows, pair_rows, text_rows, tiny_model
 
 RECIPE = """
@@ -49,8 +48,7 @@ def populate(folder: Path, *models: str) -> None:
     for name in models:
         tiny_model(MODELS[name], folder / name)
     for name, rows in (("chat", chat_rows(40)), ("pairs", pair_rows(40)), ("text", text_rows(40))):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", rows)
     write_recipe(folder, "small", RECIPE)
 
 

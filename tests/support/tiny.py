@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import write_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from toolkit.recipe import model_configs
@@ -169,8 +170,7 @@ def models_and_rows(folder: Path, models: dict[str, str], kv_heads: int | None =
         without = {key: 0.0 if "drop" in key and value else value for key, value in config.items()}
         tiny_model(without, folder / name, kv_heads=kv_heads, layers=layers)
     for name, rows in (("chat", chat_rows(67)), ("pairs", pair_rows(67))):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", rows)
 
 
 def shrink(config: dict[str, Any], kv_heads: int | None = None, layers: int = 2) -> dict[str, Any]:
@@ -232,6 +232,16 @@ def tiny_tokenizer(encoder_decoder: bool = False) -> Any:
     return tokenizer
 
 
+def perturb(model: Any, size: float) -> None:
+    """Adds normal noise of this standard deviation to all weights, the same each time."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+
 def chat_rows(count: int) -> list[dict[str, Any]]:
     """Short conversations of one or two turns about Python's string methods."""
     rows = []
@@ -263,7 +273,7 @@ def write_splits(folder: Path, rows: list[dict[str, Any]]) -> Path:
     tenth = max(1, len(rows) // 10)
     splits = {"train": rows[2 * tenth :], "validation": rows[:tenth], "test": rows[tenth : 2 * tenth]}
     for split, part in splits.items():
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+        write_jsonl(folder / f"{split}.jsonl", part)
     return folder
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from harness import write_jsonl
 from small import LORA, place_with, trained
 
 from toolkit.cli.main import main as cli
@@ -40,7 +40,7 @@ def write_tasks(folder: Path, *names: str) -> list[dict[str, object]]:
         {"question": f"What does {name} do?", "choices": ["returns a string", "splits it"], "right": at % 2}
         for at, name in enumerate(("upper", "split", "strip", "join", "find", "count", "index", "title", "lower"))
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "rows.jsonl", rows)
     for name in names:
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, folder=folder.resolve()))
     (folder / "both.yaml").write_text(f"group: both\ntask: [{', '.join(names)}]\n")

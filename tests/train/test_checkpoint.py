@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import losses, metrics, write_recipe
+from harness import losses, metrics, write_jsonl, write_recipe
 from matrix import ENGINES, METHODS, Difference, Result
 from ranks import ON_CPU, Ranks
 from tiny import chat_rows, tiny_model
@@ -219,7 +219,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with a tiny model, rows, and the recipe `small`; runs stay for the other tests."""
     folder = tmp_path_factory.mktemp("home")
     tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(60)), encoding="utf-8")
+    write_jsonl(folder / "chat.jsonl", chat_rows(60))
     write_recipe(folder, "small", RECIPE)
     return folder
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import losses, metrics
+from harness import losses, metrics, write_jsonl
 from small import loss_and_gradients, populate, set_up, trained
 from tiny import tiny_model
 from torch.nn import functional as F
@@ -204,7 +204,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped() -> None:
     content = json.loads(manifest.read_text(encoding="utf-8"))
     manifest.write_text(json.dumps(content | {"status": "interrupted", "final": None}), encoding="utf-8")
     rows = [row for row in metrics(whole) if row["step"] <= 2]
-    Path("runs/stopped/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(Path("runs/stopped/metrics.jsonl"), rows)
     trained("stopped", *DISTILL, "checkpoint.save_steps=2", "checkpoint.rehearse=false")
     assert losses(Path("runs/stopped")) == losses(whole)
 

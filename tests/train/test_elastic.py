@@ -12,7 +12,7 @@ import models_doc
 import pytest
 import torch
 from figures import record
-from harness import metrics, write_recipe
+from harness import metrics, write_jsonl, write_recipe
 from matrix import ENGINES, Difference, Result
 from ranks import ON_CPU, Ranks
 from tiny import chat_rows, tiny_kind, tiny_model
@@ -42,7 +42,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     for name, of in MODELS.items():
         tiny_model(of, folder / name)
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(60)), encoding="utf-8")
+    write_jsonl(folder / "chat.jsonl", chat_rows(60))
     write_recipe(folder, "elastic", RECIPE)
     return folder
 

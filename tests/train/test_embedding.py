@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import losses, metrics, write_recipe
+from harness import losses, metrics, write_jsonl, write_recipe
 from small import set_up, trained
 from tiny import pair_rows, tiny_encoder, tiny_model
 
@@ -47,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for n, row in enumerate(pairs)
     ]
     for name, rows in (("rows", pairs), ("hard", hard), ("scored", scored)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", rows)
     write_recipe(folder, "small", RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from harness import write_recipe
+from harness import write_jsonl, write_recipe
 from safetensors.torch import load_file
 from small import MODELS, trained
 from tiny import labelled_rows, pair_rows, tagged_rows, tiny_encoder, tiny_model
@@ -59,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ]
     rows = {"pairs": pairs, "texts": labelled_rows(40), "words": tagged_rows(40), "vectors": vectors}
     for name, each in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", each)
     write_recipe(folder, "small", RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

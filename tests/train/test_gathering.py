@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import models_doc
 import pytest
 import torch
-from harness import losses, write_recipe
+from harness import losses, write_jsonl, write_recipe
 from ranks import Ranks
 from small import RECIPE
 from tiny import chat_rows, tiny_kind
@@ -49,7 +48,7 @@ def test_fsdp_trains_as_one_process(
     """GIT's head is a unit by itself, as accelerate finds no last norm in it; CTRL's layers are none by its class; the
     bias of BERT's head is that of another module, too; MiniMax multiplies by buffers."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)), encoding="utf-8")
+    write_jsonl(tmp_path / "chat.jsonl", chat_rows(20))
     write_recipe(tmp_path, "small", RECIPE)
     config = models_doc.stated(kind, "sft")
     for key in [key for key in vars(config) if "drop" in key]:

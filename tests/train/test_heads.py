@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import losses, metrics, write_recipe
+from harness import losses, metrics, write_jsonl, write_recipe
 from small import set_up, trained
 from tiny import labelled_rows, pair_rows, tagged_rows, tiny_encoder, tiny_model
 from transformers import LlamaModel
@@ -57,8 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     answers = itertools.pairwise(pair_rows(41, "prompt", "chosen"))
     pairs = [row | {"rejected": f"never {other['chosen']}"} for row, other in answers]
     for name, rows in (("pairs", pairs), ("texts", labelled_rows(40)), ("words", tagged_rows(40))):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", rows)
     write_recipe(folder, "small", RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -286,7 +285,7 @@ def test_what_is_missing_after_the_saved_model_is_completed(method: list[str]) -
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps(manifest | {"status": "interrupted"}))
     rows = [row for row in metrics(run) if not (row["step"] == 4 and "eval_loss" in row)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(run / "metrics.jsonl", rows)
     trained(run.name, *CLASSES, *method)
     again = [row for row in metrics(run) if "eval_loss" in row][-1]
     assert again["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
@@ -303,7 +302,7 @@ def test_the_best_model_is_the_one_with_the_highest_f1() -> None:
 
 def test_the_best_model_by_entities_is_refused_where_tags_name_none(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"tokens": ["it", "rains", f"{n}"], "pos_tags": ["PRON", "VERB", "NUM"]} for n in range(20)]
-    Path("parts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(Path("parts.jsonl"), rows)
     best = ["evaluation.every_steps=1", "checkpoint.keep_best=eval_entity_f1", "output.name=parts"]
     assert main(["recipe=small", *WORDS, "data.sources=[parts.jsonl]", *best]) != 0
     assert "the classes are NUM, PRON, VERB" in " ".join(capsys.readouterr().err.split())
@@ -334,7 +333,7 @@ def test_training_goes_on_from_a_trained_head_and_begins_one_anew_for_other_labe
     assert torch.equal(again.trainer.model.score.weight.detach(), saved)
     assert "begins anew" not in caplog.text
     rows = [row | {"label": row["label"].upper()} for row in labelled_rows(40)]
-    Path("upper.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(Path("upper.jsonl"), rows)
     other = set_up(*CLASSES, "data.sources=[upper.jsonl]", f"model.path={run / 'final'}")
     assert not torch.equal(other.trainer.model.score.weight.detach(), saved)
     assert "animal, colour, number" in caplog.text and "begins anew for ANIMAL" in caplog.text
@@ -367,7 +366,7 @@ def test_what_padding_does_to_scores_is_found_whatever_the_first_rows_are(kind: 
     if not Path(kind).exists():
         tiny_encoder(kind, Path(kind))
     rows = [{"text": f"word {number}", "label": "ab"[number % 2]} for number in range(10, 30)]
-    Path("alike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(Path("alike.jsonl"), rows)
     session = set_up(*CLASSES, "data.sources=[alike.jsonl]", f"model.path={kind}")
     with torch.no_grad():  # As drawn, weights mix little.
         for parameter in session.trainer.model.parameters():

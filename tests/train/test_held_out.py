@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import write_jsonl
 from pages import Page
 from small import LORA, NF4, SEQ2SEQ, place_with, trained, with_special_tokens
 
@@ -128,7 +129,7 @@ def test_a_model_that_says_what_was_trained_is_always_right(
     if kind == "segments":
         parts = [{"text": " it is 6.", "label": True}, {"text": "<|im_end|>", "label": True}]
         rows = [{"segments": [{"text": each["content"], "label": False}, *parts]} for each in asked]
-    (place / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(place / f"{kind}.jsonl", rows)
     run = trained(
         f"said-{kind}", *LORA, *HELD_OUT, f"data.sources=[{kind}.jsonl]", "model.chat_template=thinking.jinja",
         *(["model.path=larger"] if kind == "special" else []),

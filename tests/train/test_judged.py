@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import losses, metrics, write_recipe
+from harness import losses, metrics, write_jsonl, write_recipe
 from small import ALL_CUTS, CUTS, set_up
-from tiny import tiny_model
+from tiny import perturb, tiny_model
 
 from toolkit.train.main import main
 from toolkit.train.reference import FILE
@@ -48,20 +48,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("judged")
     tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
     for name, rows in (("judged", ROWS), ("few", ROWS[:6])):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", rows)
     write_recipe(folder, "small", RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield folder
-
-
-def moved(model: Any, size: float) -> None:
-    """Changes weights a little, always in the same way."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
-            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
 
 
 def trl_loss(rows: list[dict[str, Any]], nearer: bool, folder: Path) -> tuple[float, float, dict[str, torch.Tensor]]:
@@ -72,7 +63,7 @@ def trl_loss(rows: list[dict[str, Any]], nearer: bool, folder: Path) -> tuple[fl
     from trl import KTOConfig, KTOTrainer
 
     model, reference = (AutoModelForCausalLM.from_pretrained("llama", dtype=torch.float32) for _ in range(2))
-    moved(reference if nearer else model, 0.05)
+    perturb(reference if nearer else model, 0.05)
     arguments = KTOConfig(
         output_dir=str(folder), beta=0.3, report_to=[], use_cpu=True, bf16=False, activation_checkpointing=False,
         per_device_train_batch_size=len(rows), remove_unused_columns=False, **WEIGHTS,
@@ -97,12 +88,12 @@ def test_loss_and_gradients_are_trls(nearer: bool, tmp_path: Path) -> None:
     batch = trainer.data_collator([trainer.train_dataset[row] for row in range(6)])
     original = {name: each.clone() for name, each in trainer.model.state_dict().items()}
     if nearer:
-        moved(trainer.model, 0.05)
+        perturb(trainer.model, 0.05)
     with torch.no_grad():
         trainer.reference, _, _ = trainer.answers(trainer.model, batch)
     trainer.model.load_state_dict(original)
     if not nearer:
-        moved(trainer.model, 0.05)
+        perturb(trainer.model, 0.05)
     trainer._divergence = trainer._moved([batch])
     total, count, _ = trainer.score(trainer.model.train(), batch)
     assert count == 6
@@ -162,7 +153,7 @@ def test_the_divergence_is_that_of_the_step_before_it_is_taken() -> None:
     trainer.reference = torch.zeros(30, 2, dtype=torch.float64)
     before = others_of(session, range(4))
     trainer.reference[:4, 1] = torch.tensor(before)
-    moved(trainer.model, 0.05)
+    perturb(trainer.model, 0.05)
     gained = np.subtract(others_of(session, range(4)), before).mean()
     assert trainer._moved(batches).item() == pytest.approx(max(0.0, gained), rel=1e-4)
     trainer.reference[:4, 1] -= 100

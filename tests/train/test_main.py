@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RUN, SUPPORT, environment, losses, metrics, write_recipe
+from harness import RUN, SUPPORT, environment, losses, metrics, write_jsonl, write_recipe
 from ranks import Launch, Ranks
 from tiny import chat_rows, tiny_model
 
@@ -49,7 +49,7 @@ evaluation: {num_prompts: 2, max_new_tokens: 4}
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder with a tiny model, chat data and a recipe `small`."""
     model = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", tmp_path / "model")
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(60)), encoding="utf-8")
+    write_jsonl(tmp_path / "chat.jsonl", chat_rows(60))
     write_recipe(tmp_path, "small", RECIPE.replace("MODEL", str(model)))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import metrics
+from harness import metrics, write_jsonl
 from safetensors.torch import load_file
 from small import LORA, loss_and_gradients, place_with, set_up
 from transformers import AutoTokenizer
@@ -30,7 +30,7 @@ def tools(place: Path) -> None:
     rows = [json.loads(line) for line in (place / "chat.jsonl").read_text(encoding="utf-8").splitlines()]
     for message in (message for row in rows for message in row["messages"] if message["role"] == "assistant"):
         message["content"] = f"<tool>{message['content']}</tool>"
-    (place / "tools.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(place / "tools.jsonl", rows)
 
 
 @pytest.mark.parametrize(("model", "tied"), [("llama", True), ("qwen", False)])

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import ON_CPU, Launch, Ranks
+from ranks import ON_CPU, Ranks
 from small import place_with
 
 from toolkit.train.process import Terminated, told_to_stop
@@ -39,13 +39,6 @@ def main(arguments):
 """
 
 
-def wait_for_steps(run: Path, launch: Launch) -> None:
-    end = time.monotonic() + 120
-    while not (run / "metrics.jsonl").is_file() or '"loss"' not in (run / "metrics.jsonl").read_text():
-        assert launch.running() and time.monotonic() < end
-        time.sleep(0.05)
-
-
 ENGINES = ["ddp", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("zero2", "zero3", "fsdp"))]
 
 
@@ -64,7 +57,7 @@ def test_killed_process_is_named_by_each_of_the_others(
         processes=3,
         entry=ON_CPU,
     )
-    wait_for_steps(run, launch)
+    launch.wait_for_steps(run)
     began = time.monotonic()
     os.kill(launch.pids[killed], signal.SIGKILL)
     done = launch.wait()

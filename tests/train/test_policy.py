@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import losses, metrics, write_recipe
+from harness import losses, metrics, write_jsonl, write_recipe
 from small import set_up
-from tiny import tiny_model, tiny_tokenizer
+from tiny import perturb, tiny_model, tiny_tokenizer
 
 from toolkit.cli.main import main as toolkit
 from toolkit.data.batches import FixedOrder
@@ -53,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A user's folder with a tiny Llama, prompts, a reward of its own and a recipe."""
     folder = tmp_path_factory.mktemp("policy")
     tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    write_jsonl(folder / "prompts.jsonl", ROWS)
     (folder / "own.py").write_text(OWN, encoding="utf-8")
     write_recipe(folder, "small", RECIPE)
     with pytest.MonkeyPatch.context() as patch:
@@ -95,14 +95,6 @@ def test_answers_do_not_depend_on_what_is_asked_beside_them() -> None:
     assert (uniform(1, 2, 3, 4, 5) == uniform(1, 2, 3, 4, 5)).all() and (uniform(1, 2, 3, 4, 5) < 1).all()
 
 
-def moved(model: Any, seed: int) -> None:
-    """Changes weights a little, always in the same way."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-
-
 def trl_loss(kind: str, inputs: dict[str, Any], folder: Path, **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """TRL's own loss and gradients of answers."""
     from datasets import Dataset
@@ -119,7 +111,7 @@ def trl_loss(kind: str, inputs: dict[str, Any], folder: Path, **settings: Any) -
         model, reward_funcs=lambda completions, **kwargs: [0.0] * len(completions), args=arguments,
         train_dataset=Dataset.from_list([{"prompt": "a"}] * 8), processing_class=AutoTokenizer.from_pretrained("llama"),
     )  # fmt: skip
-    moved(trainer.model, 1)
+    perturb(trainer.model, 0.02)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     # As if vLLM had drawn the answers, which is not installed here.
@@ -160,7 +152,7 @@ def test_loss_and_gradients_are_trls(
         drawn = iter(served)
         for each in batch:
             each.served = [next(drawn).tolist() for _ in each.answers]
-    moved(trainer.model, 1)
+    perturb(trainer.model, 0.02)
     trainer._seen = None
     total, _, _ = trainer.score(trainer.model.train(), inputs)
     answers = [ids for each in batch for ids in each.answers]
@@ -264,7 +256,7 @@ def test_the_reference_is_the_base_without_its_adapters() -> None:
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-6) and steps[-1]["kl"] > 1e-4
     trainer = set_up("policy.beta=0.01", "method.name=lora").trainer
     inputs = trainer._laid_out(trainer._rollouts([[3, 7]], 0)[0])
-    moved(trainer.model, 1)
+    perturb(trainer.model, 0.02)
     with trainer.model.disable_adapter(), torch.no_grad():
         wanted = trainer._of_tokens(trainer.model, inputs)[0]
     with torch.no_grad():

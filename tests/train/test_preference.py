@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import losses, metrics, write_recipe
+from harness import losses, metrics, write_jsonl, write_recipe
 from safetensors.torch import load_file
 from small import ALL_CUTS, CUTS, set_up
-from tiny import tiny_model
+from tiny import perturb, tiny_model
 
 from toolkit.cli.main import main as toolkit
 from toolkit.recipe.preference import OF_DIFFERENCES
@@ -56,19 +56,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A user's folder with a tiny Llama, pairs and a recipe."""
     folder = tmp_path_factory.mktemp("preference")
     tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    write_jsonl(folder / "pairs.jsonl", ROWS)
     write_recipe(folder, "small", RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield folder
-
-
-def moved(model: Any) -> None:
-    """Changes weights a little, always in the same way."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
 def trl_loss(name: str, beta: float, rows: list[dict[str, Any]], folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
@@ -78,7 +70,7 @@ def trl_loss(name: str, beta: float, rows: list[dict[str, Any]], folder: Path) -
     from trl import DPOConfig, DPOTrainer
 
     model, reference = (AutoModelForCausalLM.from_pretrained("llama", dtype=torch.float32) for _ in range(2))
-    moved(model)
+    perturb(model, 0.05)
     smoothing = 0.1 if name in ("robust", "exo_pair") else 0.0
     arguments = DPOConfig(
         output_dir=str(folder), loss_type=[name], beta=beta, label_smoothing=smoothing, report_to=[], use_cpu=True,
@@ -101,7 +93,7 @@ def test_loss_and_gradients_are_trls(name: str, tmp_path: Path) -> None:
     reference = torch.cat([answers_of(session, row)[0] for row in range(4)]).detach()
     trainer.reference = torch.zeros(30, 2, dtype=torch.float64)
     trainer.reference[:4] = reference
-    moved(trainer.model)
+    perturb(trainer.model, 0.05)
     batch = trainer.data_collator([trainer.train_dataset[row] for row in range(4)])
     total, count, _ = trainer.score(trainer.model.train(), batch)
     assert count == 4
@@ -242,7 +234,7 @@ def test_another_run_from_the_same_weights_takes_the_reference_from_the_cache(
 ) -> None:
     # Of rows that no earlier test session has had in its cache.
     rows = [row | {"prompt": f"{row['prompt']} {secrets.token_hex(4)}"} for row in ROWS]
-    Path("fresh.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(Path("fresh.jsonl"), rows)
     data, said = "data.sources=[fresh.jsonl]", []
     for name, *overrides in (["first"], ["second", "optimizer.learning_rate=1e-4"], ["third", "precision=bf16"]):
         assert main(["recipe=small", f"output.name={name}", data, *overrides]) == 0

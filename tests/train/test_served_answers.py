@@ -23,7 +23,7 @@ import pytest
 import torch
 from answering import VERSION, answering, names
 from figures import record
-from harness import losses, metrics, write_recipe
+from harness import losses, metrics, write_jsonl, write_recipe
 from matrix import ENGINES
 from ranks import ON_CPU, Ranks
 from small import set_up
@@ -68,7 +68,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     config = model_configs.bundled()["meta-llama/Llama-3.2-1B"].config
     tiny_model(config, folder / "llama", kv_heads=2)
     tiny_model(config | {"tie_word_embeddings": False}, folder / "untied")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    write_jsonl(folder / "prompts.jsonl", ROWS)
     (folder / "own.py").write_text(OWN, encoding="utf-8")
     write_recipe(folder, "small", RECIPE)
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from harness import write_jsonl
 from ranks import Finished, Ranks
 from small import place_with
 
@@ -66,7 +67,7 @@ def trained(
 ) -> Finished:
     (place / "slow.py").write_text(SLOW, encoding="utf-8")
     rows = [{"text": "a word and another " * (120 if number % 8 == 0 else 3)} for number in range(80)]
-    (place / "uneven.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(place / "uneven.jsonl", rows)
     batch = [f"global_batch_size={2 * processes}", "batch.micro_batch_size=2", "data.num_workers=0", "save_steps=500"]
     batch += [f"max_steps={steps}", f"strategy={engine}", f"output.dir={folder}", "checkpoint.rehearse=false"]
     return ranks.run(place, "recipe=small", *batch, *own, processes=processes, entry="slow", SLOW=what, WHO="1")

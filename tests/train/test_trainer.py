@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from harness import losses, metrics, write_recipe
+from harness import losses, metrics, write_jsonl, write_recipe
 from ranks import Ranks
 from small import set_up
 from tiny import chat_rows, tiny_model
@@ -50,7 +50,7 @@ evaluation: {num_prompts: 0}
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder with a tiny Llama, chat data and a recipe."""
     model = tiny_model("meta-llama/Llama-3.2-1B", tmp_path / "model")
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(60)), encoding="utf-8")
+    write_jsonl(tmp_path / "chat.jsonl", chat_rows(60))
     write_recipe(tmp_path, "small", RECIPE.replace("MODEL", str(model)))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -265,7 +265,7 @@ def test_a_row_that_ends_a_run_is_told_alike_of_a_worker(
     monkeypatch.setattr(data.prepare, "AUDITED_ROWS", 10)
     long = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "word " * 900}]}
     rows = [*chat_rows(20), long, long]
-    (place / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(place / "chat.jsonl", rows)
     told = []
     for number in (0, 1):
         run = [f"output.name=w{number}", f"data.num_workers={number}", "streaming=true", "data.eval_split=null"]

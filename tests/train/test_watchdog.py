@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import ON_CPU, Launch, Ranks
+from ranks import ON_CPU, Ranks
 from small import place_with, set_up
 
 from toolkit.train.main import main
@@ -159,7 +159,7 @@ def test_stopped_process_is_named_and_ended(
 ) -> None:
     own = [*ENDLESS, *HANG, f"strategy={engine}", f"output.dir={tmp_path}"]
     launch = ranks.start(place, *own, processes=2, entry=ON_CPU)
-    wait_for_steps(tmp_path / "small", launch)
+    launch.wait_for_steps(tmp_path / "small")
     os.kill(launch.pids[stopped], signal.SIGSTOP)
     end = time.monotonic() + 90
     with pytest.raises(ProcessLookupError):
@@ -179,13 +179,6 @@ def test_stopped_process_is_named_and_ended(
     check(done, tmp_path / "small", stopped, says, 1)
 
 
-def wait_for_steps(run: Path, launch: Launch) -> None:
-    end = time.monotonic() + 120
-    while not (run / "metrics.jsonl").is_file() or '"loss"' not in (run / "metrics.jsonl").read_text():
-        assert launch.running() and time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_what_only_takes_long_goes_on(stopped: bool, place: Path, tmp_path: Path, ranks: Ranks) -> None:
     """A process that waits below the limit, and one that was stopped for longer, as by Ctrl-Z, and goes on."""
@@ -195,7 +188,7 @@ def test_what_only_takes_long_goes_on(stopped: bool, place: Path, tmp_path: Path
     own = [*ENDLESS, *limit, *steps, f"output.dir={tmp_path}"]
     launch = ranks.start(place, *own, entry="hangs", HANGS="slow", WHO="0 2")
     if stopped:
-        wait_for_steps(tmp_path / "small", launch)
+        launch.wait_for_steps(tmp_path / "small")
         os.kill(launch.pids[0], signal.SIGSTOP)
         time.sleep(35)
         os.kill(launch.pids[0], signal.SIGCONT)

@@ -4,14 +4,13 @@ demos, which learn with a real model."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from demos import SECONDS, before_and_after
 from figures import record
-from harness import write_recipe
+from harness import write_jsonl, write_recipe
 from matrix import METHODS, RECIPE, Difference, Launcher, cells
 from ranks import Ranks
 from tiny import labelled_rows, models_and_rows, pair_rows, tagged_rows, tiny_encoder
@@ -56,7 +55,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
     answers = itertools.pairwise(pair_rows(41, "prompt", "chosen"))
     pairs = [row | {"rejected": f"never {other['chosen']}"} for row, other in answers]
     for name, rows in (("chat", pairs), ("texts", labelled_rows(60)), ("words", tagged_rows(60))):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", rows)
     write_recipe(folder, "matrix", RECIPE.replace("evaluation: {num_prompts: 2, max_new_tokens: 8, ", "evaluation: {"))
     return Launcher(folder, ranks)
 

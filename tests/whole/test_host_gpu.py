@@ -15,7 +15,7 @@ import flash_stand_ins
 import host_gpu
 import pytest
 import small
-from harness import SUPPORT, environment, losses, metrics
+from harness import SUPPORT, environment, losses, metrics, write_jsonl
 from tiny import chat_rows, labelled_rows, pair_rows, tagged_rows, tiny_encoder, tiny_model
 
 from toolkit.models import varlen
@@ -116,7 +116,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
     }
     files["texts of pairs"] = pair_rows(40, "anchor", "positive")
     for name, rows in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", rows)
     flash_stand_ins.place(folder / "packages", *varlen.PACKAGES)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

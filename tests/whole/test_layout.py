@@ -1,4 +1,4 @@
-"""The tests lie as the package does: a folder per room, a file per module; what differs says why."""
+"""The tests lie as the package does: a folder per package, a file per module; what differs says why."""
 
 from __future__ import annotations
 
@@ -96,12 +96,14 @@ ELSEWHERE = {
     "models/attention_kernels": "models/test_attention",
     "models/own_attention": "models/test_attention",
     "models/special_tokens": "train/test_merge",
+    "models/layers": "models/test_tiled_mlp",
     "models/reading": "models/test_load",
     "models/varlen_trials": "models/test_varlen",
     "models/head_choice": "models/test_output_head",
     "models/tiny": "models/test_output_head",
     "planner/notes": "planner/test_build",
     "planner/plan": "planner/test_build",
+    "report/manifest": "report/test_load",
     "report/page": "report/test_run_page",
     "report/run_charts": "report/test_run_page",
     "report/run_view": "report/test_run_page",
@@ -128,12 +130,12 @@ ELSEWHERE = {
 def test_every_module_has_its_tests_or_says_where_they_are() -> None:
     without = set()
     for module in (ROOT / "toolkit").rglob("[!_]*.py"):
-        *rooms, name = module.relative_to(ROOT / "toolkit").with_suffix("").parts
-        room, folders = (rooms[0], rooms[1:]) if rooms else ("", [])
-        # A folder of a room has a file for all of its modules; one that needs its own has the folder in its name.
+        *packages, name = module.relative_to(ROOT / "toolkit").with_suffix("").parts
+        package, folders = (packages[0], packages[1:]) if packages else ("", [])
+        # A subpackage has a file for all of its modules; one that needs its own has the subpackage in its name.
         names = [name, *folders, "_".join([*folders, name])]
-        if not any((TESTS / room / f"test_{each}.py").is_file() for each in names):
-            without.add("/".join([*rooms, name]))
+        if not any((TESTS / package / f"test_{each}.py").is_file() for each in names):
+            without.add("/".join([*packages, name]))
     assert without == ELSEWHERE.keys()
 
 

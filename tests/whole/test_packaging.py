@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from harness import write_jsonl
 from packaging.requirements import Requirement
 from tiny import chat_rows, tiny_model
 
@@ -92,7 +93,7 @@ def python(tmp_path_factory) -> Path:
 def own_repo(tmp_path) -> Path:
     """A user's folder: one recipe that extends a shipped one, a model and data."""
     tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", tmp_path / "tiny")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(24)))
+    write_jsonl(tmp_path / "rows.jsonl", chat_rows(24))
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text(MINE)
     return tmp_path

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import metrics, write_recipe
+from harness import metrics, write_jsonl, write_recipe
 from ranks import ON_CPU, Ranks
 from tiny import chat_rows, text_rows, tiny_model, write_splits
 
@@ -69,8 +69,7 @@ def test_a_division_that_auto_chose_is_trained(tmp_path: Path, ranks: Ranks) -> 
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 65536,
     }  # fmt: skip
     model = tiny_model(llama, tmp_path / "model", kv_heads=2, layers=4)
-    rows = "".join(json.dumps(row) + "\n" for row in text_rows(2000))
-    (tmp_path / "text.jsonl").write_text(rows, encoding="utf-8")
+    write_jsonl(tmp_path / "text.jsonl", text_rows(2000))
     write_recipe(
         tmp_path,
         "long",

@@ -4,14 +4,13 @@ which learns a format with a real model."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from demos import SECONDS, before_and_after
 from figures import record
-from harness import write_recipe
+from harness import write_jsonl, write_recipe
 from matrix import METHODS, RECIPE, Difference, Launcher, Result, cells
 from ranks import Ranks
 from tiny import chat_rows, models_and_rows
@@ -59,7 +58,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
     folder = tmp_path_factory.mktemp("policy")
     models_and_rows(folder, MODELS, kv_heads=2)
     rows = [{"prompt": row["messages"][0]["content"], "answer": str(n)} for n, row in enumerate(chat_rows(40))]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(folder / "chat.jsonl", rows)
     (folder / "own.py").write_text(OWN, encoding="utf-8")
     write_recipe(folder, "matrix", RECIPE)
     return Launcher(folder, ranks)

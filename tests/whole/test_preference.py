@@ -4,14 +4,13 @@ divides the work; and the demos, which learn with a real model."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from demos import SECONDS, before_and_after
 from figures import record
-from harness import write_recipe
+from harness import write_jsonl, write_recipe
 from matrix import METHODS, RECIPE, Difference, Launcher, cells
 from ranks import Ranks
 from tiny import models_and_rows, pair_rows
@@ -62,13 +61,12 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
     rows = pair_rows(41, "prompt", "chosen")
     # Rejected is the next row's answer, so that lengths differ.
     pairs = [row | {"rejected": other["chosen"]} for row, other in itertools.pairwise(rows)]
-    lines = "".join(json.dumps(row) + "\n" for row in pairs if row["chosen"] != row["rejected"])
-    (folder / "chat.jsonl").write_text(lines, encoding="utf-8")
+    write_jsonl(folder / "chat.jsonl", [row for row in pairs if row["chosen"] != row["rejected"]])
     judged = [
         {"prompt": row["prompt"], "completion": row["chosen" if number % 4 else "rejected"], "label": number % 4 > 0}
         for number, row in enumerate(pairs)
     ]
-    (folder / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged), encoding="utf-8")
+    write_jsonl(folder / "judged.jsonl", judged)
     write_recipe(folder, "matrix", RECIPE)
     return Launcher(folder, ranks)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small
-from harness import losses, write_recipe
+from harness import losses, write_jsonl, write_recipe
 from ranks import ON_CPU, Ranks
 from small import LORA, RECIPE
 from tiny import chat_rows, tiny_model
@@ -48,16 +47,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_model(kind, folder / name)
     system = {"role": "system", "content": SYSTEM}
     rows = [{"messages": [*([system] if at % 3 else []), *row["messages"]]} for at, row in enumerate(chat_rows(60))]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(folder / "chat.jsonl", rows)
     pairs = [
         {"prompt": row["messages"][:-1], "chosen": row["messages"][-1:], "rejected": other["messages"][-1:]}
         for row, other in itertools.pairwise(rows)
     ]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
+    write_jsonl(folder / "pairs.jsonl", pairs)
     judged = [row | {"label": bool(at % 2)} for at, row in enumerate(rows)]
-    (folder / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged), encoding="utf-8")
+    write_jsonl(folder / "judged.jsonl", judged)
     prompts = [{"prompt": row["messages"][:-1]} for row in rows]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
+    write_jsonl(folder / "prompts.jsonl", prompts)
     (folder / "own.py").write_text(VOWELS, encoding="utf-8")
     write_recipe(folder, "small", RECIPE)
     return folder

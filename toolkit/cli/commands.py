@@ -1,4 +1,4 @@
-"""Commands of the console script `toolkit`, but those of runs: of each its options, and what it calls and prints."""
+"""The commands of `toolkit` other than those on runs: the options of each, what it calls and what it prints."""
 
 from __future__ import annotations
 

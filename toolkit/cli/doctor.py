@@ -21,7 +21,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from packaging.requirements import Requirement
 
 from toolkit.cache import cache_dir
-from toolkit.common import in_a_line, table
+from toolkit.common import in_a_line, table, usable_cores
 from toolkit.planner.hardware import driver_version
 from toolkit.planner.hardware.host_memory import host_memory
 
@@ -72,7 +72,7 @@ def _machine() -> dict[str, str]:
     return {
         "os": platform.platform(),
         "python": f"{platform.python_version()} ({_short(sys.executable)})",
-        "cpu cores": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
+        "cpu cores": str(usable_cores()),
         "memory": f"{_gib(memory.total)}, {_gib(memory.available)} available{limit}",
     }
 

@@ -1,4 +1,4 @@
-"""`toolkit evaluate RUN key=value …`: what may be asked, and where what was found goes."""
+"""`toolkit evaluate RUN key=value …`: its keys, and where its results go."""
 
 from __future__ import annotations
 

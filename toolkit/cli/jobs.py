@@ -1,4 +1,4 @@
-"""The trainings of one command, each in a process of its own: one after the other, or several at once, on own GPUs."""
+"""The trainings of one command, each in its own process: one after another, or several at once on separate GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.cli import launch
 from toolkit.cli.restarts import STOPPED, Group
-from toolkit.common import UserError
+from toolkit.common import UserError, usable_cores
 from toolkit.recipe import Loaded
 
 _POLL_SECONDS = 0.2
@@ -77,7 +77,7 @@ def shares(parallel: int, gpus: int | None) -> list[Share]:
     used = launch.gpu_names()[:gpus]
     if not used:
         # By itself each training would compute with all cores.
-        threads = max(1, len(os.sched_getaffinity(0)) // parallel)
+        threads = max(1, usable_cores() // parallel)
         return [Share(0, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))})] * parallel
     if len(used) < parallel:
         raise UserError(

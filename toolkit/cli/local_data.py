@@ -1,4 +1,4 @@
-"""What is known of data that may lie on this machine, and of where a run here would write.
+"""What can be said about data on this machine, and about where a run here would write.
 
 Nothing is imported where it cannot be known.
 """

@@ -1,4 +1,4 @@
-"""What the options of the command line may be: types for argparse, which says what is wrong and ends with code 2."""
+"""Types of command-line options for argparse, which say what is wrong and exit with code 2."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Group:
         return process
 
     def forget(self, process: subprocess.Popen[bytes]) -> None:
-        """Of a process that has ended."""
+        """Forgets a process that has ended."""
         self._running.remove(process)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

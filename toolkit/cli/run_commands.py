@@ -1,4 +1,4 @@
-"""The commands of the console script `toolkit` that take runs: of each its options, and what it calls and prints."""
+"""The commands of `toolkit` on runs: the options of each, what it calls and what it prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`toolkit sweep … --trials N`: values that Optuna chooses from what the runs before came to, worse ones ended early.
+"""`toolkit sweep … --trials N`: values that Optuna chooses from the results so far; worse runs are ended early.
 
 What has been tried stands in `search.json` beside the runs, and what it came to in their folders; nothing else is kept.
 Optuna's study is made anew from both whenever a question is asked of it, so a search goes on wherever it was stopped.
@@ -34,7 +34,7 @@ STATE = "search.json"
 _STARTS = 4
 """So many runs are chosen at random, and none is ended early before as many are finished."""
 _DIGITS = 3
-"""Of the numbers that are chosen: closer ones do not differ by more than chance."""
+"""Significant digits of chosen numbers: closer ones do not differ by more than chance."""
 _ASKS = 50
 """So often at most the same values are chosen again before it is taken that there are no others."""
 

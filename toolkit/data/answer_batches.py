@@ -1,5 +1,5 @@
-"""Rows of answers to the tensors of one batch: pairs that are compared, answers that are judged, and prompts whose
-answers are yet to come."""
+"""Collators for rows of answers: pairs that are compared, answers that are judged, and prompts whose answers are yet
+to be generated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,8 @@ from toolkit.data.rows import IGNORE
 
 
 @dataclass(frozen=True)
-class AnswerCollator:
-    """Lays out pairs of answers: each answer as a document of its own, the chosen one before the rejected one.
-
-    Beside what the documents become a batch has
-
-    - `rows` (B), the number of each pair among all rows, for what is known of it from before training;
-    - `answer_tokens`, host integers, the trained tokens of each of the 2 B answers, in the order of `label_positions`.
+class _OneLossEach:
+    """What the collators of this module have in common: each row has one loss, or one reward.
 
     Args:
         whole: Lays out the documents.
@@ -32,18 +27,30 @@ class AnswerCollator:
 
     @property
     def layout(self) -> Layout:
-        """That of the documents."""
+        """The layout of the documents."""
         return self.whole.layout
 
+    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
+        """(B,) the example of each loss."""
+        return torch.arange(len(examples))
+
+
+@dataclass(frozen=True)
+class AnswerCollator(_OneLossEach):
+    """Lays out pairs of answers: each answer as a document of its own, the chosen one before the rejected one.
+
+    Beside what the documents become a batch has
+
+    - `rows` (B), the number of each pair among all rows, for what is known of it from before training;
+    - `answer_tokens`, host integers, the trained tokens of each of the 2 B answers, in the order of `label_positions`.
+    """
+
     def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of pairs whose answers have these lengths (rows, 2): end to end (rows, 1), or padded to the longer one."""
+        """Tokens of pairs whose answers have these lengths (rows, 2): end to end (rows, 1), or each padded to the
+        longer one."""
         if self.layout == "flat":
             return self.whole.width(lengths.sum(axis=1, keepdims=True))
         return np.repeat(self.whole.width(lengths.max(axis=1, keepdims=True)), 2, axis=1)
-
-    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
-        """Each pair has one loss."""
-        return torch.arange(len(examples))
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels`, `seq_lengths` of both answers, and `row`, their number."""
@@ -51,30 +58,16 @@ class AnswerCollator:
 
 
 @dataclass(frozen=True)
-class JudgedCollator:
+class JudgedCollator(_OneLossEach):
     """Lays out answers that are judged, and apart from them, as `others`, the same prompts with answers of other rows.
 
     Beside what the documents become, both have `answer_tokens`, and a batch `rows`, as of an `AnswerCollator`; and
     `desirable` (B), which of the answers are good.
-
-    Args:
-        whole: Lays out the documents.
     """
 
-    whole: Collator
-
-    @property
-    def layout(self) -> Layout:
-        """That of the documents."""
-        return self.whole.layout
-
     def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As of the documents."""
+        """Tokens that answers of these lengths take in the layout."""
         return self.whole.width(lengths)
-
-    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
-        """Each answer has one loss."""
-        return torch.arange(len(examples))
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels`, `seq_lengths` of both answers, `desirable`, and `row`."""
@@ -85,7 +78,7 @@ class JudgedCollator:
 
 
 @dataclass(frozen=True)
-class PromptCollator:
+class PromptCollator(_OneLossEach):
     """Names the rows of a batch, `rows` (B), whose answers are yet to come; and lays out those that have.
 
     Args:
@@ -93,21 +86,11 @@ class PromptCollator:
         answer: Tokens that an answer may have.
     """
 
-    whole: Collator
     answer: int
 
-    @property
-    def layout(self) -> Layout:
-        """That of the documents."""
-        return self.whole.layout
-
     def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of prompts of these lengths (rows, 1), with the longest answer."""
+        """Tokens of prompts of these lengths (rows, 1) with the longest answer."""
         return self.whole.width(lengths + self.answer)
-
-    def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
-        """Each prompt has one reward."""
-        return torch.arange(len(examples))
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """The numbers of rows."""

@@ -1,5 +1,5 @@
-"""What an audit says of pairs of answers, of judged ones, and of prompts whose answers are scored: whether they teach a
-preference, or length tells it; whether the recipe's own rewards would know a right answer."""
+"""What an audit reports on pairs of answers, judged answers, and prompts whose answers are scored: whether they
+teach a preference, or length alone predicts it; whether the recipe's own rewards would recognise a correct answer."""
 
 from __future__ import annotations
 

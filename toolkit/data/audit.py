@@ -1,4 +1,4 @@
-"""What the data is, in figures, before anything is trained on it.
+"""Figures that describe the data, computed before anything is trained on it.
 
 Most trainings that teach nothing fail in the data: no answer is trained, no stop token, half of it is cut off, which a
 loss curve does not show. Everything is counted on the rows as they will be trained, after templates, cutting and
@@ -63,7 +63,7 @@ class SourceFigures(BaseModel):
     repeats: float = 1.0
     """How often each used row occurs, on average."""
     share: float = 0.0
-    """Of the training rows."""
+    """Share of the training rows."""
 
     def unused(self) -> list[str]:
         """What was not read of it, in lines of up to 20 names."""

@@ -1,4 +1,4 @@
-"""Which rows make a micro-batch: those of a step, sorted by length and cut so that the largest is as small as can be.
+"""Which rows make a micro-batch: those of a step, sorted by length and cut so that the largest is as small as possible.
 
 Rows are padded to the longest beside them, so rows of like length belong together; where long ones are, there are
 fewer. Of all cuts those with the smallest largest micro-batch need the least memory and give processes equal work. They
@@ -210,7 +210,7 @@ class MicroBatches:
         return self.lengths[self.order.between(first * size, last * size)].sum(axis=0)
 
     def padded(self, first: int, last: int) -> Array:
-        """The same with padding."""
+        """(columns,) the same tokens with padding."""
         if self.flat:
             return self.tokens(first, last)
         total, together = np.zeros(self.widths.shape[1], np.int64), self.together

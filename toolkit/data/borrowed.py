@@ -1,4 +1,4 @@
-"""For each judged answer its prompt with the answer to another one.
+"""Pairs the prompt of each judged answer with the answer to another prompt.
 
 How likely the model makes answers that belong elsewhere tells how far it has moved in all (the divergence that KTO
 subtracts, Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1). TRL pairs neighbours of a micro-batch for that, which

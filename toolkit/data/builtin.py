@@ -103,19 +103,19 @@ def arithmetic() -> list[dict[str, Any]]:
 
 
 def docstring_answers() -> list[dict[str, Any]]:
-    """The same questions and answers as two texts, of which one is to be found by the other."""
+    """The questions and answers as pairs of texts, of which one is to be retrieved by the other."""
     talks = (row["messages"] for row in docstring_rows())
     return [{"question": asked["content"], "answer": answer["content"]} for asked, answer in talks]
 
 
 def docstring_kinds() -> list[dict[str, Any]]:
-    """The same docstrings, each with what it describes: a class, a function or a method."""
+    """The docstrings, each labelled with what it describes: a class, a function or a method."""
     both = zip(docstring_rows(), _lines("objects.jsonl"), strict=True)
     return [{"text": row["messages"][-1]["content"], "label": each["kind"]} for row, each in both]
 
 
 def docstring_names() -> list[dict[str, Any]]:
-    """The same questions as words, whose tags (IOB2) say which of them name a class, a function or a method."""
+    """The questions as words, whose tags (IOB2) mark the names of a class, a function or a method."""
     return [
         _tagged(row["messages"][0]["content"], each["name"], each["kind"])
         for row, each in zip(docstring_rows(), _lines("objects.jsonl"), strict=True)

@@ -45,7 +45,7 @@ syntax of the template shows that it cannot be otherwise."""
 _SAID = {"content": "text", "tool_calls": "tool calls", "reasoning_content": "reasoning"}
 """Fields with what a message says, and what they are called in errors."""
 _AGREED: Counter[str] = Counter()
-"""Of each such template, how many there were."""
+"""Template to the number of such conversations so far."""
 
 
 class Conversation:

@@ -1,4 +1,4 @@
-"""What a run would refuse of its data, from the names and the first rows of local files, in a moment.
+"""What a run would refuse in its data, checked in a moment from the names and the first rows of local files.
 
 Hub data sets, built-in data and files at addresses are left to the run, and so is whatever needs the tokenizer. A file
 that can only be read whole is opened if it is small.

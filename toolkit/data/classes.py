@@ -1,4 +1,5 @@
-"""What an audit says of labels: which classes there are, how many rows each has, and whether rows contradict others."""
+"""What an audit reports on labels: which classes there are, how many rows each has, and whether rows contradict each
+other."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 Layout = Literal["padded", "packed", "flat", "pairs"]
 TWO_DOCUMENTS = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "labels": [IGNORE] * 8, "seq_lengths": [4, 4]}
-"""A row of two, with which it is asked whether they are kept apart."""
+"""A row of two documents, for the test whether they are kept apart."""
 _TWO_ALIKE = {"input_ids": [*range(1, 11), *range(1, 9), 12, 13], "labels": [IGNORE] * 20, "seq_lengths": [10, 10]}
-"""The same of two that begin alike, by eight tokens."""
+"""A row of two documents that share their first eight tokens."""
 _POSITIONS = 16
 """Few different sizes: kernels are made anew for each, and tensor cores want a multiple of 8."""
 
@@ -139,7 +139,7 @@ class Collator:
 
     @property
     def whole(self) -> Collator:
-        """Itself; of a `PartCollator` that of whole rows."""
+        """The collator of whole rows: this one; for a `PartCollator` the one that it divides."""
         return self
 
     def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -208,7 +208,8 @@ class Collator:
         return self.example_at(batch["label_positions"], examples, batch["labels"].shape[1])
 
     def example_at(self, places: torch.Tensor, examples: list[dict[str, Any]], width: int) -> torch.Tensor:
-        """Of places in a flattened batch, whose rows have this width; what fills up the end belongs to the last one."""
+        """The example at each place of a flattened batch whose rows have this width; padding at the end belongs to the
+        last one."""
         if self.layout != "flat":
             return places // width
         ends = torch.tensor([len(example["input_ids"]) for example in examples]).cumsum(0)
@@ -271,5 +272,5 @@ def label_positions(labels: NDArray[np.int64], pairs: bool) -> torch.Tensor:
 
 
 def _positions(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of each token in its document."""
+    """Positions of tokens within their documents."""
     return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)

@@ -274,6 +274,11 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
     return value
 
 
+def listed(names: Iterable[str]) -> str:
+    """Names of columns for a sentence."""
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
 def mapping_text(mapping: Mapping[str, str]) -> str:
     """The setting that maps columns, ready for the command line."""
     return f"'data.columns={{{', '.join(f'{name}: {actual}' for name, actual in mapping.items())}}}'"

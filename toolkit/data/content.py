@@ -1,4 +1,4 @@
-"""What the content of a message holds: text, alone or in typed parts, and which of it says that it is not trained."""
+"""The content of a message: text, alone or in typed parts, and which parts are marked as not trained."""
 
 from __future__ import annotations
 

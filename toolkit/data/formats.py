@@ -15,6 +15,7 @@ from toolkit.data.columns import (
     EMPTY,
     OFTEN_CALLED,
     STEPS,
+    listed,
     mapping_text,
     parsed,
     refuse_meaning,
@@ -26,7 +27,7 @@ from toolkit.data.labelled import read_labelled, read_tagged
 from toolkit.data.messages import FLAGS, dicts, holds_messages, read_messages, read_tools
 from toolkit.data.preferences import read_preference
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
-from toolkit.data.proposal import are_texts, listed
+from toolkit.data.proposal import are_texts
 from toolkit.data.ratings import Ratings
 from toolkit.data.readers import RawRow
 from toolkit.data.related import one_positive_each, read_related

@@ -1,5 +1,5 @@
-"""Rows to the tensors of one batch for a head that scores texts or words, or for vectors of texts: padded, or end to
-end of decoders whose attention takes lengths."""
+"""Collator for a head that scores texts or words, or for vectors of texts: padded, or end to end for decoders whose
+attention takes lengths."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class HeadCollator:
 
     @property
     def layout(self) -> Layout:
-        """That of the rows."""
+        """The layout of the rows."""
         return self.whole.layout
 
     def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of rows of these lengths (rows, texts): end to end (rows, 1), or each text as wide as a row's longest."""
+        """Tokens of rows of these lengths (rows, texts): end to end (rows, 1), or each text padded to the row's
+        longest."""
         if self.layout == "flat":
             return self.whole.width(lengths.sum(axis=1, keepdims=True))
         return np.repeat(self.whole.width(lengths.max(axis=1, keepdims=True)), lengths.shape[1], axis=1)

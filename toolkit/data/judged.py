@@ -1,5 +1,5 @@
-"""Answers that are judged one by one, as good or bad: rows of any form that ends with an answer, beside a column that
-says which it is."""
+"""Answers that are judged one by one as good or bad: rows of any format that ends with an answer, with a column that
+holds the verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labelled rows as tokens: where the label of a row or of a word stands, and what stays of a text that is cut."""
+"""Labelled rows as tokens: where the label of a row or of a word goes, and what remains of a text that is truncated."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from toolkit.common import UserError, brief
-from toolkit.data.columns import EMPTY, by_lower_case, mapping_text, parsed
+from toolkit.data.columns import EMPTY, by_lower_case, listed, mapping_text, parsed
 from toolkit.data.rows import IGNORE, Chat, Labelled, Tagged, Text
 from toolkit.recipe.data import Source
 
@@ -106,7 +106,7 @@ def labelled_columns(columns: Mapping[str, str], row: Mapping[str, Any], source:
     if len(given) + bool(pair) > 1:
         names = [*given, *(pair or ())]
         raise UserError(
-            f"data source `{source}` has several texts: {', '.join(f'`{name}`' for name in names)}",
+            f"data source `{source}` has several texts: {listed(names)}",
             f"set {mapping_text({'text': names[0], 'label': found.get('label', 'NAME')})}, or name two texts as `text` "
             "and `text_pair`",
         )

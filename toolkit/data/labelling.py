@@ -95,7 +95,7 @@ class Labeller:
         return labels, merged
 
     def _by_ends(self, ids: list[int], ends: list[int], ranges: list[Span]) -> tuple[list[int], bool]:
-        """The same for tokens that follow each other, of which `ends` says where they end."""
+        """As `by_offsets`, for tokens without gaps between them; `ends` says where each ends."""
         labels = [IGNORE] * len(ids)
         merged, position = False, 0
         for start, end in ranges:

@@ -29,7 +29,7 @@ def prompt_lengths(labels: Array, lengths: Array) -> Array:
 
 
 def prompts_of(rows: Any) -> Array:
-    """The same of a data set; importing its library would delay plans."""
+    """Where the prompt of each row of a data set ends. Untyped, as importing `datasets` would delay plans."""
     parts = [np.empty(0, np.int64)]
     for table in rows.with_format("arrow").select_columns("labels").iter(_ROWS_AT_ONCE):
         labels: Any = table["labels"].combine_chunks()

@@ -1,4 +1,4 @@
-"""The part of a batch that one of several processes gets which share its rows."""
+"""Collator for one of several processes that share rows: its part of each batch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class PartCollator:
 
     @property
     def layout(self) -> Layout:
-        """That of the whole."""
+        """The layout of whole rows."""
         return self.whole.layout
 
     def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As of the whole."""
+        """Tokens that whole rows of these lengths take in the layout."""
         return self.whole.width(lengths)
 
     def pieces(self, tokens: int) -> list[tuple[int, int]]:
@@ -55,7 +55,7 @@ class PartCollator:
         return torch.cat([tensor[:, first:end] for first, end in self.pieces(tensor.shape[1])], 1)
 
     def examples_of(self, examples: list[dict[str, Any]], batch: dict[str, Any]) -> torch.Tensor:
-        """As of the whole, in which the part's `label_positions` are other ones."""
+        """The example of each loss, found at the positions that the part's `label_positions` have in whole rows."""
         tokens = batch["input_ids"].shape[1] * self.size
         whole = self.part(torch.arange(tokens)[None])[0]
         return self.whole.example_at(whole[batch["label_positions"]], examples, tokens)

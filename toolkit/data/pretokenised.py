@@ -17,7 +17,7 @@ MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 """Columns that hold 1 for every token that is trained, and 0 for the others."""
 
 
-def read_segments(value: Any, where: str, ignored: Collection[str] = ()) -> Segments:
+def read_segments(value: Any, where: str, ignored: Collection[str]) -> Segments:
     """Axolotl's `input_output`: parts of a text, each with a `label` that says whether it is trained.
 
     Raises:

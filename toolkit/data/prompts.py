@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, MEDIA, mapping_text, parsed, value_at
+from toolkit.data.columns import EMPTY, MEDIA, listed, mapping_text, parsed, value_at
 from toolkit.data.messages import FLAGS, are_messages, conversation_in, holds_messages, read_messages, read_tools
-from toolkit.data.proposal import check_named, listed
+from toolkit.data.proposal import check_named
 from toolkit.data.readers import RawRow
 from toolkit.data.rewards import ANSWER
 from toolkit.data.rows import Chat, Completion, Prompted

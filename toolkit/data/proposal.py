@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import OFTEN_CALLED, by_lower_case, mapping_text, parsed, value_at
+from toolkit.data.columns import OFTEN_CALLED, by_lower_case, listed, mapping_text, parsed, value_at
 from toolkit.data.messages import are_messages, dicts, holds_messages
 from toolkit.recipe.data import FORMATS
 
@@ -64,11 +64,6 @@ def check_named(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], p
                 f"data source `{path}` has no column `{actual}` that `data.columns` names for `{expected}`",
                 f"its columns are {listed(present)}",
             )
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names of columns for a sentence."""
-    return ", ".join(f"`{name}`" for name in names) or "none"
 
 
 def _suits(column: str, form: str, value: Any) -> bool:

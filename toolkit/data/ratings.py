@@ -1,5 +1,5 @@
-"""Several answers to one prompt, each with a score, as UltraFeedback, Nectar and reward models leave them: of the best
-and the worst of a row a pair is made.
+"""Several answers to one prompt, each with a score, as in UltraFeedback, Nectar and the output of reward models: the
+best and the worst of a row make a pair.
 
 Answers are a list of objects that hold text and score, or of texts or messages beside a list of scores. Of a rank the
 lowest is the best, of any other score the highest.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, value_at
+from toolkit.data.columns import EMPTY, listed, value_at
 from toolkit.data.formats import RowFormat
 from toolkit.data.judged import ANSWERED, VERDICTS, verdict_column
 from toolkit.data.labelled import recognised
@@ -23,7 +23,7 @@ from toolkit.data.preferences import (
     says_what_was_asked,
 )
 from toolkit.data.prompts import PromptFormat, recognise_prompts
-from toolkit.data.proposal import check_named, listed, proposal
+from toolkit.data.proposal import check_named, proposal
 from toolkit.data.ratings import ANSWERS, SCORES, find_ratings
 from toolkit.data.related import form_of, related_columns
 from toolkit.data.task import Task

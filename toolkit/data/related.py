@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from toolkit.common import UserError, count_text
-from toolkit.data.columns import EMPTY, by_lower_case, mapping_text, parsed, value_at
+from toolkit.data.columns import EMPTY, by_lower_case, listed, mapping_text, parsed, value_at
 from toolkit.data.labelled import PAIRS_OF_TEXTS, check_format
 from toolkit.data.readers import RawRow
 from toolkit.data.rows import Related
@@ -72,9 +72,9 @@ def related_columns(
         _refuse_classes(found, source.path)
     missing = next((name for name in FORMATS[form][0] if name not in found), None)
     if missing:
-        has = ", ".join(f"`{name}`" for name in first) or "none"
         raise UserError(
-            f"data source `{source.path}` has no column `{missing}`, which its rows need; its columns are {has}",
+            f"data source `{source.path}` has no column `{missing}`, which its rows need; its columns "
+            f"are {listed(first)}",
             f"name it: {mapping_text({missing: 'NAME'})}"
             + (
                 ", or set embedding.loss=multiple_negatives_ranking for pairs without scores"
@@ -93,14 +93,14 @@ def related_columns(
         )
     _refuse_prompts(rows, spelt.get("prompt", ""), source.path)
     found |= {name: spelt[name] for name in _NEGATIVES if name in spelt and name not in found}
-    listed = next((spelt[name] for name in _LISTS_OF_NEGATIVES if name in spelt), None)
-    if listed and not found.keys() & {*_NEGATIVES}:
-        found["negatives"] = listed
+    several = next((spelt[name] for name in _LISTS_OF_NEGATIVES if name in spelt), None)
+    if several and not found.keys() & {*_NEGATIVES}:
+        found["negatives"] = several
     named = [name for name in _NEGATIVES if name in found and any(_listed(row.get(found[name])) for row in rows)]
     if named and not settings.negatives:
         count = min(sum(len(_listed(row.get(found[name]))) for name in named) for row in rows)
         raise UserError(
-            f"data source `{source.path}` has negatives in {', '.join(f'`{found[name]}`' for name in named)}, and "
+            f"data source `{source.path}` has negatives in {listed(found[name] for name in named)}, and "
             "embedding.negatives is 0",
             f"set embedding.negatives={max(1, min(count, _USUAL_NEGATIVES))}, or "
             f"'data.ignore=[{', '.join(found[name] for name in named)}]' to "
@@ -225,11 +225,11 @@ class Texts(BaseModel):
     equal: int = 0
     """Rows whose anchor and positive are the same text, which are left out; of pairs with scores there are none."""
     shared_positives: int = 0
-    """Rows whose positive is that of another row, too."""
+    """Rows whose positive is also that of another row."""
     shared_anchors: int = 0
-    """The same of anchors."""
+    """Rows whose anchor is also that of another row."""
     own_negatives: int = 0
-    """Rows one of whose negatives is their own positive."""
+    """Rows that have their own positive among their negatives."""
     cut: int = 0
     """Texts that were cut to `batch.seq_len`."""
     scores: tuple[float, float, float] | None = None

@@ -282,7 +282,7 @@ class Scorer:
         return np.array(columns, dtype=np.float64).reshape(len(self.names), len(answers)).T
 
     def of_references(self, columns: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[np.bool_]]:
-        """Of each built-in reward that a reference should be given in full, in which rows it is not."""
+        """For each built-in reward that a reference answer should get in full: (rows,) whether it does not."""
         frame = next((part.tags for part in self._parts.values() if isinstance(part, FormatMatch)), None)
         tags = frame or [tag for part in self._parts.values() if (tag := getattr(part, "tag", None))][:1]
 

@@ -47,7 +47,7 @@ SAMPLED = 300
 _READ_WHOLE = 20e6
 """Bytes of a source up to which all its rows are read, and counted."""
 _CHARACTERS = 4
-"""Of a token, for English and code with current tokenizers."""
+"""Characters per token, for English and code with current tokenizers."""
 _AROUND_MESSAGE = 5
 """Tokens of ChatML and of Llama 3 around the text of a message."""
 _PACKED = 0.97

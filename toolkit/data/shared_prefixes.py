@@ -43,7 +43,7 @@ class Document(NamedTuple):
 
 
 def documents_in(rows: Iterable[Mapping[str, Any]]) -> list[Document]:
-    """Of rows with `input_ids`, `labels` and, where they are packed, `seq_lengths`."""
+    """The documents of rows with `input_ids`, `labels` and, if packed, `seq_lengths`."""
     found = []
     for row in rows:
         ids, labels = (np.asarray(row[name], dtype=np.int64) for name in ("input_ids", "labels"))

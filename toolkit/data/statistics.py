@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
-import hashlib
 import json
 import sys
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from toolkit.cache import cache_dir, find, keep
+from toolkit.common import content_hash
 from toolkit.recipe import Recipe
 
 FORMAT = 7
@@ -103,7 +103,7 @@ class DataStatistics:
         return (self.longest_eval_end_to_end if flat else 0.0) or self.longest_eval
 
     def alike(self, length: float) -> DataStatistics:
-        """The same with sequences that all take so many tokens."""
+        """These statistics with sequences that all have this many tokens."""
         return dataclasses.replace(self, quantiles=(length, length), end_to_end=())
 
     def shared(self, sequences: Any) -> Any:
@@ -216,7 +216,7 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
         "python": sys.version,
         "files": stamps,
     }
-    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    key = content_hash(content)[:32]
     return (cache or cache_dir() / "data") / f"{key}.statistics.json"
 
 

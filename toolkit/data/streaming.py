@@ -62,7 +62,7 @@ class Stream:
         return iter(self.divided(1))
 
     def divided(self, processes: int) -> IterableDataset:
-        """As many shards as there are processes: accelerate's data loader reads that of its own process."""
+        """The stream in one shard per process; accelerate's data loader reads the shard of its own process."""
         packed = {"seq_lengths": List(Value("int32"))} if self.recipe.data.packing else {}
         size = self.recipe.batch.sequences_per_step
         share = size // processes

@@ -1,4 +1,4 @@
-"""What the rows of a data set are for, and whether one of them has anything to be trained on."""
+"""What the rows of a data set are for, and whether a row has anything to train on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Task:
 
     @classmethod
     def of(cls, recipe: Recipe, has_chat_template: bool) -> Task:
-        """That of a recipe."""
+        """The task of a recipe."""
         return cls(recipe.rows_for, recipe.data.train_on, has_chat_template, recipe.rollout.system, recipe.embedding)
 
     @property

@@ -26,7 +26,7 @@ _LONG, _ALL_LONG = 2**16, 2**29
 _PRODUCT = 16 * _LARGEST
 """Characters where a text is put in at many places of another."""
 _BITS = 2**20
-"""Of a number that is multiplied."""
+"""Most bits of a number that is multiplied."""
 _COMPARING = (
     *("eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le", "<=", "gt", ">", "greaterthan", "ge", ">="),
     "in",

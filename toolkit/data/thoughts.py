@@ -1,4 +1,4 @@
-"""Answers as texts, and what they say once they have been thought over."""
+"""Splits answers into their thoughts and what follows them."""
 
 from __future__ import annotations
 

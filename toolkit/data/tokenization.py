@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import xxhash
 from datasets import Dataset, Features, List, Value
 
-from toolkit.common import UserError
+from toolkit.common import UserError, usable_cores
 from toolkit.data.encode import Encoded, Encoder, Rendered
 from toolkit.data.label_encoding import closing
 from toolkit.data.related import key_of
@@ -250,7 +250,7 @@ def tokenise(rows: Dataset, chunker: Chunker, num_proc: int | None, path: Path) 
     """
     if not len(rows):  # `map` would give the columns of the rows back
         return Dataset.from_dict({name: [] for name in TOKENS_FEATURES}, features=TOKENS_FEATURES)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     num_proc = min(num_proc or (1 if len(rows) < LARGE else cores), len(rows))
     if len(rows) >= LARGE and sys.stderr.isatty():
         datasets.enable_progress_bars()

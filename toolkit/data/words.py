@@ -1,4 +1,4 @@
-"""By which letters and words a language is told, for the reward `language`."""
+"""The scripts and common words by which the reward `language` tells languages apart."""
 
 from __future__ import annotations
 

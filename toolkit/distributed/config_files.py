@@ -1,5 +1,5 @@
-"""Files made for launchers other than `toolkit launch`: accelerate configs and DeepSpeed JSON of each strategy, and of
-each recipe that divides more than rows in a way that accelerate has a word for.
+"""Config files for launchers other than `toolkit launch`: accelerate configs and DeepSpeed JSON for each strategy, and
+for each recipe that divides more than rows in a way that accelerate can express.
 
 They start the processes and say of the engine exactly what the recipe says at run time; `stale` is how a test holds
 the committed files to that.

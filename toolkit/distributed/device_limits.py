@@ -1,4 +1,4 @@
-"""What does not train on a kind of device, asked by plans for one and by runs on one.
+"""What cannot be trained on a kind of device; asked by plans for one and by runs on one.
 
 Nothing here asks torch: a plan's device need not be here.
 """

@@ -1,4 +1,4 @@
-"""The state that an engine must be in before the first step, and in which it is found.
+"""The state that an engine must be in before the first step, and the state it is found in.
 
 `expected_state` is what the recipe asks for; `train/live_state.py` reads the other side from live objects.
 """
@@ -79,7 +79,7 @@ class EngineState(Partial):
     schedule: str | None = None
     """In which order they take micro-batches, see `parallel.schedule`."""
     stages: dict[int, list[int]] | None = None
-    """Of this process, first layer and the one after the last."""
+    """Stage to its first layer and the one after its last, for those of this process."""
     sharded_over: int | None = None
     """Processes over which FSDP shards, or ZeRO averages."""
     reshard_after_forward: bool | None = None

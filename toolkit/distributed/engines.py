@@ -1,4 +1,4 @@
-"""The recipe as the engines are told it.
+"""The recipe in the engines' terms.
 
 Masters, clipping and sums of gradients are the same on every engine, so every value that an engine would choose by
 itself is stated. In this order: dtypes, DeepSpeed, FSDP2, TrainingArguments.

@@ -1,4 +1,4 @@
-"""The environment that libraries read when they are imported, made to say what the recipe says.
+"""Environment variables that libraries read on import, set to what the recipe says.
 
 Engines fill settings that are left open from it, and some read it at import only: so it is set first, before anything
 imports torch. A user's own values stay, except those of the engines, which `check_launch` has compared with the recipe.
@@ -7,7 +7,6 @@ imports torch. A user's own values stay, except those of the engines, which `che
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from toolkit.cache import cache_dir, own_folder
+from toolkit.common import usable_cores
 from toolkit.distributed.engines import fsdp_config
 from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
@@ -155,15 +155,14 @@ def _threads(recipe: Recipe, world: World, current: Mapping[str, str]) -> dict[s
     unsaid = given is None and world.local_world_size > 1
     if not (unsaid or (given == "1" and launched and _computes_on_host(recipe, current))):
         return {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     # Slurm has bound each task to cores of its own already.
     share = int(current.get("SLURM_CPUS_PER_TASK", "0")) if world.master_addr else 0
     return {"OMP_NUM_THREADS": str(share or max(1, cores // world.local_world_size))}
 
 
 def _computes_on_host(recipe: Recipe, current: Mapping[str, str]) -> bool:
-    strategy = recipe.strategy
-    if strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none"):
+    if recipe.strategy.steps_on_host:
         return True
     hidden = current.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or _devices(current)
     # The device files of NVIDIA's driver (one per GPU), of WSL's and of AMD's.

@@ -1,4 +1,4 @@
-"""Small examples of what the processes of a group do with each other, whose results are known beforehand."""
+"""Small examples of the collectives of a group of processes, whose results are known in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed JSON beside the recipe, key by key.
+"""A user's own DeepSpeed JSON compared with the recipe, key by key.
 
 Keys that decide what is trained are compared with the recipe's. Keys that the recipe has no counterpart for, and that
 change speed, memory, logging or the scaling of fp16 losses alone, are taken over. Of all others, which also change none

@@ -1,4 +1,4 @@
-"""The flags of `accelerate launch`, as the variables it exports, beside what the recipe says.
+"""The flags of `accelerate launch`, as the variables it exports, compared with the recipe.
 
 A table: a row says which values of a variable agree with the recipe, and whether any other would train something else.
 """

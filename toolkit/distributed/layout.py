@@ -178,7 +178,7 @@ class BatchLayout:
 
     @property
     def in_sequences(self) -> BatchLayout:
-        """The same with sizes in sequences, where rows are pairs of answers."""
+        """The layout with sizes in sequences instead of rows, for rows of several answers."""
         sizes = {name: self.answers * getattr(self, name) for name in ("global_batch_size", "micro_batch_size")}
         return dataclasses.replace(self, **sizes, answers=1)
 

@@ -1,4 +1,4 @@
-"""Offloading to NVMe: the op that reads and writes, space for what goes there, and a folder of one's own."""
+"""Offloading to NVMe: the op that reads and writes, free space, and a folder for each launch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
         UserError: If the folder cannot be written, is too small, or the op cannot be compiled.
     """
     strategy = recipe.strategy
-    if "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
+    if not strategy.uses_nvme:
         yield None
         return
     root = Path(str(strategy.nvme_path))
@@ -64,7 +64,7 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
         yield folder
 
 
-def remove_abandoned(root: Path, pattern: str, spared: str = "") -> None:
+def remove_abandoned(root: Path, pattern: str, spared: str) -> None:
     """Removes folders of this user's launches that were killed: nobody holds their lock any more.
 
     Args:
@@ -74,7 +74,7 @@ def remove_abandoned(root: Path, pattern: str, spared: str = "") -> None:
     for folder in root.glob(pattern):
         # A stranger's may not be looked into.
         with contextlib.suppress(Timeout, OSError):
-            if spared and folder.match(spared):
+            if folder.match(spared):
                 continue
             if folder.lstat().st_uid == os.geteuid() and (folder / ".lock").is_file():
                 with locked(folder / ".lock", timeout=0):

@@ -37,7 +37,7 @@ GROUP_SECONDS = 300.0
 _BEAT_SECONDS = 1.0
 _LEAVE_SECONDS = 5.0
 PREFIX = "rendezvous/{}"
-"""Of the keys, by how often the agent of torch has started its processes again."""
+"""Prefix of the keys, by how often torch's agent has restarted its processes."""
 
 Values = Mapping[int, Any]
 """Rank to the value it put into the store."""

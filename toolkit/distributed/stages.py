@@ -1,4 +1,4 @@
-"""How layers are cut into the stages of a pipeline: so that the slowest stage takes as little as can be."""
+"""How layers are divided into pipeline stages, so that the slowest stage takes as little time as possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How vLLM is started for a recipe: to answer a training's prompts; and what other lines that start it have of that."""
+"""The command that starts vLLM to answer a training's prompts, and the options it shares with other vLLM commands."""
 
 from __future__ import annotations
 

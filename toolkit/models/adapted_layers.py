@@ -154,3 +154,16 @@ def _adapted_names(adapted: Any) -> Iterator[str]:
             yield f"{name.replace('.base_layer', '')}.{module.parameter_name}"
         elif isinstance(module, BaseTunerLayer):
             yield name
+
+
+def saved_names(model: Any) -> dict[str, str]:
+    """Names of trained parameters to those under which PEFT saves them; empty without adapters."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    from peft import get_peft_model_state_dict
+
+    # Also what is shared, by every name of it.
+    trained = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+    saved = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
+    names = {id(each): name for name, each in saved.items()}
+    return {name: names[id(each)] for name, each in trained.items() if id(each) in names}

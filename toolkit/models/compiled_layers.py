@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch._functorch.config as partitioning
 import torch._inductor.config as inductor
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
 from toolkit.common import in_background
 from toolkit.models import dropout
 from toolkit.models.grouped_adapters import group_adapters
+from toolkit.models.layers import layers_of
 
 _KEPT_FOR_SPEED = ("ban_recompute_materialized_backward", "ban_recompute_used_far_apart")
 """What torch keeps although it could be computed again: what products of the backward pass read, and what is made of a
@@ -69,7 +69,7 @@ class CompiledLayers:
     def add(self, model: torch.nn.Module) -> None:
         """Has the layers of a Transformers or PEFT model compiled, before engines wrap it; it is changed in place.
         Layers of another model that are alike share their graphs."""
-        layers = _layers(model)
+        layers = layers_of(model)
         self.layers += len(layers)
         kinds = {tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in layers}
         for layer in layers:
@@ -147,17 +147,13 @@ def _collecting(keys: Collection[str]) -> Iterator[None]:
 
 def compiled(model: torch.nn.Module) -> bool:
     """Whether the layers of a model are compiled when they are called."""
-    layers = _layers(model)
+    layers = layers_of(model)
     return bool(layers) and all("forward" in vars(layer) for layer in layers)
 
 
 def recomputes_elementwise(model: torch.nn.Module) -> bool:
     """Whether the layers of a model are compiled so that they compute element-wise work again in the backward pass."""
-    return compiled(model) and all(layer.forward.elementwise for layer in _layers(model))
-
-
-def _layers(model: torch.nn.Module) -> list[Any]:
-    return [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    return compiled(model) and all(layer.forward.elementwise for layer in layers_of(model))
 
 
 def prepare(device: str) -> None:

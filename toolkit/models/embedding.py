@@ -8,7 +8,7 @@ others, so what comes back with the losses is their gradient with respect to all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from toolkit.recipe.embedding import COSENT, Embedding
 
 _AT_ONCE = 2**22
 """Cosines that are held at a time."""
-
-Losses = Callable[[torch.Tensor], torch.Tensor]
 
 
 def pooled(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:

@@ -172,13 +172,13 @@ def _scored(
     bias: torch.Tensor | None,
     rest: _Rest,
     wanted: list[bool],
-    factors: torch.Tensor | None = None,
+    factors: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Log-probabilities (N), and the gradients of minus their sum.
 
     Args:
         wanted: Of hidden states, weight and bias, whether a gradient is.
-        factors: (N,) what each token counts in the sum; by default all count 1.
+        factors: (N,) what each token counts in the sum; if None, all count 1.
     """
     place, compute = hidden.device, rest.compute
     (tokens, _), vocabulary = hidden.shape, len(weight)

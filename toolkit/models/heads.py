@@ -125,7 +125,7 @@ def belongs_to_head(name: str, heads: Sequence[str]) -> bool:
     return any(name == head or name.startswith(f"{head}.") for head in heads)
 
 
-def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int, told: bool = True) -> None:
+def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int, *, told: bool) -> None:
     """Draws what of a head is not in the model's files, or is there for other labels.
 
     Args:

@@ -265,7 +265,7 @@ class ModelSource:
             # Otherwise the weights keep a quantizer that refuses to train and to save.
             arguments |= {"quantization_config": GgufConfig(dequantize=True)}
         with restoring(self.low_bits):
-            model = read_model(self.recipe, arguments, stored, self.head_follows)
+            model = read_model(self.recipe, arguments, stored, head_follows=self.head_follows)
         if self.low_bits:
             finish_restoring(model, arguments["dtype"])
         return model

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from toolkit.common import UserError
+from toolkit.models.adapted_layers import saved_names
 from toolkit.models.heads import from_config
 from toolkit.models.process_groups import neighbours
 
@@ -115,7 +116,7 @@ class Chain:
         self._layers, self._norm = _parts(self.decoder, self._base, kind)
         named = dict(model.named_parameters())
         self.sizes = {name: each.shape for name, each in named.items() if each.requires_grad}
-        self.aliases = _aliases(model)
+        self.aliases = saved_names(model)
         self.state = list(model.state_dict())
         embeddings, head = self._base.get_input_embeddings(), self._base.get_output_embeddings()
         own = split.stages(self.place)
@@ -257,19 +258,6 @@ def elsewhere(objective: str, config: Any, split: Split, place: int, trust_remot
     if head.weight is embeddings.weight and 0 in own and last not in own:
         away.remove(head)
     return [names[id(each)] for each in away]
-
-
-def _aliases(model: Any) -> dict[str, str]:
-    """Names of trained parameters to those under which PEFT saves them; empty without adapters."""
-    if not hasattr(model, "peft_config"):
-        return {}
-    from peft import get_peft_model_state_dict
-
-    # Also what is shared, by every name of it.
-    trained = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
-    saved = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
-    names = {id(each): name for name, each in saved.items()}
-    return {name: names[id(each)] for name, each in trained.items() if id(each) in names}
 
 
 _GROUPS: dict[str, Any] = {}

@@ -143,7 +143,7 @@ def read(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
         raise UserError(f"{key}: {Path(path, arguments.get('gguf_file', ''))} {what}", change) from error
 
 
-def read_model(recipe: Recipe, arguments: dict[str, Any], stored: Any = None, head_follows: bool = False) -> Any:
+def read_model(recipe: Recipe, arguments: dict[str, Any], stored: Any = None, *, head_follows: bool) -> Any:
     """A model that was read from files; Transformers draws at random what they lack, and passes over what they have
     beyond it.
 

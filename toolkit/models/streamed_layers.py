@@ -10,9 +10,9 @@ import itertools
 from typing import Any
 
 import torch
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.common import UserError
+from toolkit.models.layers import layers_of
 
 
 def stream_layers(model: Any, device: torch.device, key: str) -> None:
@@ -25,7 +25,7 @@ def stream_layers(model: Any, device: torch.device, key: str) -> None:
     Raises:
         UserError: If the model's code does not say what its layers are.
     """
-    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    layers = layers_of(model)
     if not layers:
         raise UserError(
             f"{key}: the code of a {model.config.model_type} does not say which of its modules are layers",

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.common import UserError
+from toolkit.models.layers import layers_of
 
 _NAMES = ("mlp", "feed_forward", "ffn")
 """What Transformers' models call the MLP of a layer."""
@@ -32,7 +32,7 @@ def tile_mlps(model: Any, tiles: int) -> None:
     """
     if tiles == 1:
         return
-    if not (layers := _layers(model)):
+    if not (layers := layers_of(model)):
         raise UserError(
             "activation_checkpointing.mlp_tiles: this model's layers are not marked as such",
             "remove activation_checkpointing.mlp_tiles",
@@ -50,12 +50,8 @@ def tile_mlps(model: Any, tiles: int) -> None:
 
 def tiles_of(model: Any) -> int:
     """In how many tiles the MLPs of a model really compute; 0 where layers differ."""
-    found = {_tiles(layer) for layer in _layers(model)} or {1}
+    found = {_tiles(layer) for layer in layers_of(model)} or {1}
     return found.pop() if len(found) == 1 else 0
-
-
-def _layers(model: Any) -> list[Any]:
-    return [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
 
 
 def _tiles(layer: Any) -> int:

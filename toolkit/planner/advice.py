@@ -98,7 +98,7 @@ def _nearest(recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: l
 
 
 def _smallest(candidates: list[Candidate]) -> Candidate | None:
-    """Of those that fit the one with the fewest changes; of several the fastest."""
+    """The candidate that fits with the fewest changes; among several, the fastest."""
     there = fitting(candidates)
     fewest_changes = min((len(each.changes) for each in there), default=0)
     return fastest(each for each in there if len(each.changes) == fewest_changes)
@@ -111,7 +111,8 @@ def stated(recipe: Recipe, changes: Changes) -> Changes:
 
 
 def _as_auto_takes(recipe: Recipe, candidates: list[Candidate]) -> list[Candidate]:
-    """Of the settings that differ only in what the recipe leaves to the plan, the one that it would choose."""
+    """One candidate for each group that differs only in what the recipe leaves to the plan: the one that `auto` would
+    choose."""
     groups: dict[str, list[Candidate]] = {}
     for each in candidates:
         if changes := stated(recipe, each.changes):

@@ -1,4 +1,4 @@
-"""The door to the planner: what a recipe costs on some hardware, and what stands for its `auto`.
+"""The planner's entry point: what a recipe costs on some hardware, and what its `auto` values become.
 
 A plan is arithmetic on a recipe, a machine and a trace of what one micro-batch does to memory and compute units.
 Everybody outside the planner calls this module, shows the classes of `plan` and names machines by `hardware`. It takes

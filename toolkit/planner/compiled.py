@@ -1,4 +1,4 @@
-"""What compiled layers keep for the backward pass: less than they do uncompiled, and less again where told to."""
+"""What compiled layers keep for the backward pass: less than uncompiled ones, and less still when told to recompute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What generating answers takes while a model is trained on its own: memory for what sequences keep, and time.
+"""What generating answers costs while a model is trained on them: memory for the key-value cache, and time.
 
 Each token of an answer reads all weights and all that is kept of the sequences once, which decides on GPUs, and passes
 the layers, which decides on CPUs and for many sequences at once. Answers are taken to be as long as they may be.

@@ -1,4 +1,4 @@
-"""Which attention runs on a device, and whether compiling layers is worth a thought there.
+"""Which attention runs on a device, and whether compiling layers is worthwhile there.
 
 Both depend on what was measured: on CPUs which attention is faster changes with the length of rows, the dtype and the
 machine. What is installed where the plan's device is, is not known.

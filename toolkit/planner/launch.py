@@ -1,4 +1,5 @@
-"""What a launch takes of the plan: its hardware, and a recipe in which all that an engine depends on is decided."""
+"""The parts of a plan that a launch uses: the hardware, and a recipe in which everything an engine depends on is
+decided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to divide a recipe's layers, rows and experts over devices, each with the best of the settings that go with it.
+"""Ways to divide a recipe's layers, rows and experts over devices, each with the best settings for it.
 
 What a way costs and saves is in its plan; here the ways are listed that devices and rules allow.
 """
@@ -80,7 +80,7 @@ def fewest(recipe: Recipe, hardware: Hardware, estimate: Estimate, free: Collect
 
 
 def _exchanging(division: Changes) -> Changes:
-    """The same where processes exchange heads instead of gathering keys and values; nothing of what does not gather."""
+    """The division with exchanged heads instead of gathered keys and values; empty if it gathers none."""
     size = division["parallel.context"]
     return {**division, "parallel.sequence": size, "parallel.context": 1} if size > 1 else {}
 

@@ -34,8 +34,7 @@ def of_process(workload: Workload, place: int) -> Workload:
     first, last = 0 in own, len(workload.stages) - 1 in own
     layers = sum(workload.stages[stage] for stage in own)
     trace = part(workload, layers, first, last)
-    own_head = any(each.place == "head" and len(each.shape) > 1 for each in workload.trace.tensors)
-    return dataclasses.replace(workload, trace=trace, place=place, untied=own_head)
+    return dataclasses.replace(workload, trace=trace, place=place, untied=bool(workload.trace.own_head))
 
 
 def processes(workload: Workload) -> list[Workload]:
@@ -52,10 +51,9 @@ def part(workload: Workload, layers: int, first: bool, last: bool) -> Trace:
     if last:
         moments = trace.moments
     else:
-        heads = [each for each in trace.tensors if each.place == "head" and len(each.shape) > 1]
-        weights = heads or [each for each in trace.tensors if each.place == "embeddings"]
+        weights = trace.own_head or [each for each in trace.tensors if each.place == "embeddings"]
         size = max((each.numel for each in weights if each.trained), default=0) * WIDTH[workload.types.local]
-        moments = tuple(_without_head(each, size, tied=not heads) for each in trace.moments)
+        moments = tuple(_without_head(each, size, tied=not trace.own_head) for each in trace.moments)
     passes = trace.passes
     if not last:
         # Outside of the layers there is nothing but the look-up of embeddings: read and written, and of gradients
@@ -76,7 +74,7 @@ def part(workload: Workload, layers: int, first: bool, last: bool) -> Trace:
 
 
 def _tensors(trace: Trace, layers: int, first: bool, last: bool) -> Iterable[Tensors]:
-    tied = not any(each.place == "head" and len(each.shape) > 1 for each in trace.tensors)
+    tied = not trace.own_head
     for each in trace.tensors:
         if each.place == "layer":
             yield dataclasses.replace(each, count=round(each.count * layers / trace.layers))

@@ -29,7 +29,7 @@ def up_to(memory: Memory, most: Memory) -> Memory:
 
 
 def slower_or_faster(work: Work) -> Work:
-    """The same for time."""
+    """Wider ranges of time for what was estimated from a config."""
     ranges = {key: getattr(work, key) for key in ("compute_seconds", "step_seconds", "total_seconds")}
     wider = {
         key: Range(value=kept.value, low=kept.low * (1 - _FORMULAS_OFF), high=kept.high * (1 + _FORMULAS_OFF))

@@ -85,12 +85,12 @@ class Candidate:
 
     @property
     def fits(self) -> Answer:
-        """As the plan says it."""
+        """Whether it fits, by the plan."""
         return self.plan.fit.answer
 
     @property
     def seconds(self) -> float:
-        """Of one optimizer step."""
+        """Seconds of one optimizer step."""
         return self.plan.work.step_seconds.value
 
     @property

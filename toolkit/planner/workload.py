@@ -12,7 +12,7 @@ from toolkit.distributed.layout import BatchLayout
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.trace.types import NOTHING, Amount, Shape, Tensors, Trace
 from toolkit.recipe import Recipe
-from toolkit.recipe.sections import Strategy
+from toolkit.recipe.parallel import Strategy
 
 WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element."""
@@ -94,7 +94,7 @@ class Workload:
     place: int | None = None
     """Which process of it this is, see `pipeline.of_process`; None of the whole model."""
     untied: bool = False
-    """Of a process of a pipeline: whether the output head of the whole model is a weight of its own."""
+    """For a process of a pipeline: whether the whole model's output head is not tied to the embeddings."""
     usual: float = 1.0
     """Tokens of a micro-batch on average, as a share of those of the fullest; of a pipeline others wait beside it."""
     cache: int = 0
@@ -103,7 +103,7 @@ class Workload:
     teacher: Workload | None = None
     """The model that is learnt from, where there is one."""
     experts: tuple[int, int] = (1, 1)
-    """Of a teacher, see `model_configs.experts`."""
+    """Experts of a teacher's layer, and how many of them a token uses; see `model_configs.experts`."""
     written_again: Amount = NOTHING
     """Bytes that the kernels of compiled layers write and read in the backward pass instead of keeping them for it."""
     routed: int = 0
@@ -147,7 +147,7 @@ class Workload:
 
     @property
     def shape(self) -> Shape:
-        """Of a micro-batch, or of the part of it that a process has."""
+        """Shape of a micro-batch, or of the part of it that a process has."""
         longest = self.longest or self.layout.seq_len
         tokens = self.layout.in_sequences.micro_batch_size * self.layout.seq_len / self.layout.sharing
         return Shape(self.trace.layers, tokens / longest, longest, self.target_len)

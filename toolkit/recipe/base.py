@@ -1,4 +1,4 @@
-"""`Section`, which all sections of a recipe are made of, and what their texts may be."""
+"""`Section`, the base class of all sections of a recipe, and which texts they may hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 SHELL_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
@@ -25,6 +25,7 @@ def _place(path: str) -> str:
 
 Place = Annotated[str, AfterValidator(_place)]
 """A path, or a name that may be one."""
+PositiveInt = Annotated[int, Field(gt=0)]
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""Which models' layers are known to compile, and what stands against it where one asks for it.
+"""Which models' layers are known to compile, and why others cannot when a recipe asks for it.
 
 `tests/models/test_compiled_layers.py` finds out on tiny copies: it compiles if layers that are alike are one graph
 without a break, for rows of every length, with equal losses and gradients.

@@ -67,7 +67,7 @@ class Composed:
     """Keys of the file itself that do not count."""
 
 
-def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path | None = None) -> Composed:
+def compose_recipe(name: str, overrides: Sequence[str], folder: str | Path | None = None) -> Composed:
     """Composes a recipe; arguments as for `load`.
 
     Raises:
@@ -128,7 +128,7 @@ class Layer:
     """Whether it gives sources as a word, see `inherited`."""
 
     def under(self, upper: Layer) -> Layer:
-        """Both as one, the upper one's values where both have one. Lists are replaced as a whole."""
+        """This layer merged with the one above it, whose values win. Lists are replaced as a whole."""
         for key in upper.removed:
             self.drop(key)
         if upper.other_data:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from toolkit.recipe.base import Place, Section
-from toolkit.recipe.sections import Arguments, PositiveInt
+from toolkit.recipe.base import Place, PositiveInt, Section
+from toolkit.recipe.sections import Arguments
 
 OF_CHATS = ("tools", "functions", "chat_template_kwargs")
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -41,21 +41,21 @@ class Source(Section):
     main_key: ClassVar[str | None] = "path"
 
     path: Place
-    """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), an address (`s3://`, `https://`), hub id, or
-    `builtin:stdlib-docstrings`, the same as pairs of answers, `builtin:stdlib-docstring-pairs`, with answers that are
-    judged, `builtin:stdlib-docstrings-judged`, or with labels, `builtin:stdlib-docstrings-kinds` and, of words,
-    `builtin:stdlib-docstrings-names`, or as questions and answers, `builtin:stdlib-docstrings-answers`; or
-    `builtin:arithmetic`, sums to be worked out."""
+    """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), a URL (`s3://`, `https://`), a hub id, or a
+    built-in data set: `builtin:stdlib-docstrings`, the same as pairs of answers (`builtin:stdlib-docstring-pairs`), as
+    judged answers (`builtin:stdlib-docstrings-judged`), with labels of texts (`builtin:stdlib-docstrings-kinds`) or of
+    words (`builtin:stdlib-docstrings-names`), or as questions and answers (`builtin:stdlib-docstrings-answers`); or
+    `builtin:arithmetic`, sums to work out."""
     name: str | None = None
     """Configuration (subset) of a hub data set."""
     revision: str | None = None
     """Branch, tag or commit of a hub data set; by default its main branch."""
     split: str = "train"
-    """Split of the data set to read. A local folder has the splits that its file names carry (`train.jsonl`,
+    """Split of the data set to read. A local folder has the splits named by its files (`train.jsonl`,
     `validation.jsonl`)."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Relative share of this source in the mixture, in rows. Without any weight every row is used once per epoch; with
-    weights smaller sources repeat until every row of every source has been used."""
+    """Relative share of this source in the mixture, in rows. Without weights, every row is used once per epoch; with
+    weights, smaller sources repeat until every row of every source has been used."""
     max_samples: PositiveInt | None = None
     """Use at most this many rows of this source, from its beginning."""
     format: Literal["auto", *FORMATS] | None = None  # type: ignore[valid-type]
@@ -72,57 +72,58 @@ class Source(Section):
 
 
 class Data(Section):
-    """What is trained on, how rows become tokens, and which tokens are trained."""
+    """The training data, how rows become tokens, and which tokens are trained."""
 
     main_key: ClassVar[str | None] = "sources"
 
     sources: Annotated[list[Source], Field(min_length=1)]
-    """What is trained on: paths or hub ids, or mappings with `path` and more for each. Several make a mixture."""
+    """Training data: paths or hub ids, or mappings with `path` and further keys. Several make a mixture."""
     format: Literal["auto", *FORMATS] = "auto"  # type: ignore[valid-type]
-    """How rows are laid out: which columns they have and what these mean. `auto` recognises it from the columns."""
+    """How rows are laid out: which columns they have and what those mean. `auto` recognises the format by the
+    columns."""
     columns: dict[str, str] = {}
     """Column names that differ from the expected ones, as `expected: actual`, e.g. `{prompt: question, completion:
-    answer}`. What lies inside a column is named with a dot: `{messages: body.messages}`.
-    `train` names the field of messages that says whether they are trained: `{train: keep}`."""
+    answer}`. Nested fields are named with a dot: `{messages: body.messages}`. `train` names the field of messages that
+    says whether they are trained: `{train: keep}`."""
     ignore: list[str] = []
-    """Columns, and fields of messages, to leave out though they change what should be learnt, e.g. `[images]`."""
+    """Columns, and fields of messages, to leave out even though they would change what is learnt, e.g. `[images]`."""
     eval_split: Annotated[float, Field(gt=0, lt=1)] | str | None = None
     """Rows held out for evaluation: a fraction of the training rows, e.g. 0.05, or the name of a split of the same
     sources, e.g. `validation`."""
     eval_sources: list[Source] = []
-    """Data sets of their own whose rows are used for evaluation, written like `sources`."""
+    """Separate data sets for evaluation, written like `sources`."""
     eval_max_samples: PositiveInt | None = None
     """Evaluate on at most this many held-out rows."""
     eval_seed: int | None = None
-    """Which rows `eval_split` as a fraction and `eval_max_samples` take; by default the recipe's `seed`. With the same
-    one here, runs with different seeds hold out the same rows and can be compared."""
+    """Seed by which `eval_split` as a fraction and `eval_max_samples` choose rows; by default the recipe's `seed`. With
+    the same value here, runs with different seeds hold out the same rows and can be compared."""
     max_samples: PositiveInt | None = None
     """Train on at most this many rows of the whole mixture, chosen by the seed."""
     train_on: Literal["auto", "assistant", "last_assistant", "completion", "all"] | Roles = "auto"
-    """Which tokens carry loss. `auto`: every assistant turn of chats (`assistant`), the completion of prompt and
-    completion (`completion`), all tokens of text (`all`). `last_assistant`: only the last assistant turn. A list names
-    the roles whose turns do, e.g. `[assistant, tool]`."""
+    """Which tokens are trained. `auto`: every assistant turn of chats (`assistant`), the completions of prompts
+    (`completion`), all tokens of texts (`all`). `last_assistant`: only the last assistant turn. A list names the roles
+    whose turns are trained, e.g. `[assistant, tool]`."""
     chat_template_kwargs: Arguments = {}
-    """What the chat template gets beside the messages, in training, in samples and in `generate`, e.g.
+    """Variables for the chat template beside the messages, in training, in samples and in `generate`, e.g.
     `{enable_thinking: false}`."""
     over_long: Literal["error", "drop", "truncate", "split"] = "error"
     """What happens to rows longer than `batch.seq_len` tokens: `error` stops, `drop` leaves them out, `truncate` keeps
-    their beginning, `split` cuts text into several rows."""
+    their beginning, `split` cuts texts into several rows."""
     packing: bool = False
-    """Pack several whole rows into one sequence of `batch.seq_len` tokens. They cannot see each other, and less is
-    padded."""
+    """Pack several whole rows into one sequence of `batch.seq_len` tokens, for less padding. Attention keeps them
+    apart."""
     deduplicate: bool = False
-    """Keep only the first of rows with the same content."""
+    """Keep only the first of several rows with the same content."""
     shuffle: bool = True
-    """Shuffle the training rows in each epoch, by the seed."""
+    """Shuffle the training rows in each epoch, with the recipe's `seed`."""
     streaming: bool = False
-    """Read rows while training instead of preparing them all before; needs `schedule.max_steps`."""
+    """Read rows during training instead of preparing them all beforehand; needs `schedule.max_steps`."""
     num_proc: PositiveInt | None = None
     """Number of processes that tokenise; by default one per CPU core for large data."""
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Processes beside each training process that make its batches ahead; with 0 it makes them itself. `auto`: as many
-    as pay by the plan, which is none where making batches takes less than 2% of a step, as it does of rows that were
-    prepared, else one or two. A stream is read by one at most. Results do not depend on it."""
+    """Worker processes that prepare batches ahead for each training process; with 0 it prepares them itself. `auto`: as
+    many as, by the plan, are worthwhile: none if preparing batches takes less than 2% of a step, as with prepared rows,
+    otherwise one or two. A stream has at most one. Results do not depend on it."""
 
     @property
     def held_out_by_seed(self) -> bool:

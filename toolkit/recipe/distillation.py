@@ -1,4 +1,4 @@
-"""The section of a recipe that says from which model another one learns, and what it learns of it."""
+"""The section of a recipe for distillation: the teacher, and what a student learns from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DISTILLATION = "distillation"
 
 
 class Teacher(Section):
-    """The model that is learnt from. It is frozen, and every process holds all of it."""
+    """The teacher model. It is frozen, and every process holds all of it."""
 
     main_key: ClassVar[str | None] = "path"
 
@@ -26,33 +26,35 @@ class Teacher(Section):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type in which its weights are stored and it computes; `auto` is that of `precision`."""
     quantization: Literal["none", "nf4", "int8", "fp8", "int4"] = "none"
-    """How its weights are stored, as `method.quantization` says it."""
+    """How its weights are stored; values as in `method.quantization`."""
     double_quantization: bool = True
     """Whether `quantization: nf4` quantizes its constants too."""
     offload: bool = False
-    """Whether its layers wait in the host's memory and each comes to the GPU when it computes: all its weights cross
-    the bus for every micro-batch, so this is for teachers that fit in no other way, and for large micro-batches."""
+    """Whether its layers are kept in host memory and each is copied to the GPU when it computes. All of its weights are
+    copied for every micro-batch, so this is for teachers that fit in no other way, and for large micro-batches."""
     trust_remote_code: bool = False
-    """Whether Python code from its repository may run; of one on the hub only at the full commit in `revision`."""
+    """Whether Python code from its repository may run; for a repository on the hub, only at the full commit given in
+    `revision`."""
 
 
 class Distillation(Section):
-    """What a student learns from a teacher, for `objective: distillation`: of each trained token a divergence of both
-    models' next-token distributions, and as a share of the loss the token itself."""
+    """What a student learns from a teacher, for `objective: distillation`: for each trained token the divergence
+    between the two models' next-token distributions, and optionally the token itself."""
 
     teacher: Teacher | None = None
-    """The model that is learnt from, e.g. `{path: Qwen/Qwen3-8B, quantization: nf4}`."""
+    """The teacher model, e.g. `{path: Qwen/Qwen3-8B, quantization: nf4}`."""
     beta: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Which divergence: 0 the forward Kullback-Leibler divergence, which has the student cover all that the teacher may
-    say; 1 the reverse one, which has it keep to what the teacher is likely to say (MiniLLM); between them the
-    generalised Jensen-Shannon divergence, whose mixture has this share of the teacher (GKD, arXiv 2306.13649)."""
+    """Which divergence: 0 is the forward Kullback-Leibler divergence, with which the student covers everything that the
+    teacher may say; 1 the reverse one, with which it keeps to what the teacher is likely to say (MiniLLM); between them
+    the generalised Jensen-Shannon divergence, whose mixture has this share of the teacher (GKD, arXiv:2306.13649)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """By what the logits of both models are divided; the loss is not multiplied by its square, as in GKD and TRL."""
+    """Temperature by which the logits of both models are divided; as in GKD and TRL, the loss is not multiplied by its
+    square."""
     ce_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The share of the loss that is the ordinary cross-entropy of the trained tokens; the rest is the divergence."""
+    """Share of the loss that is the cross-entropy of the trained tokens; the rest is the divergence."""
     on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The share of rows whose last answer the student writes itself, as `rollout` says, before it learns from
-    them: GKD's `lmbda`. Evaluations keep to given answers."""
+    """Share of rows whose last answer the student generates itself, as `rollout` says, before it learns from them:
+    GKD's `lmbda`. Evaluations use the given answers."""
 
 
 def published(path: str) -> str:

@@ -1,4 +1,4 @@
-"""The section of a recipe that says what a fault in the middle of a training leads to."""
+"""The section of a recipe that says what happens on a fault during training."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from toolkit.recipe.base import Section
-from toolkit.recipe.sections import PositiveInt
+from toolkit.recipe.base import PositiveInt, Section
 
 
 class Faults(Section):
-    """What hangs, and batches whose numbers are wrong, lead to. May be changed when a run goes on after one."""
+    """What happens when a run hangs, or when a batch gives wrong numbers. May be changed when the run is continued."""
 
     hang_minutes: Annotated[float, Field(gt=0)] | None = 30.0
-    """The run ends, and names the process that holds it up, when none of its processes has got on for so long: none has
-    taken a micro-batch, evaluated one, or read or written 64 KB in a second. `null` waits for ever."""
+    """The run ends, and names the process that it waits for, when no process has made progress for this many minutes:
+    none has trained or evaluated a micro-batch, or read or written 64 KB in a second. `null` waits for ever."""
 
     on_nan: Literal["stop", "skip"] = "stop"
-    """A loss or gradients that are not finite end the run (`stop`), or the update of their batch is left out and the
-    run goes on as if the batch had not been there (`skip`). Either way the rows are saved in `bad_batches.jsonl`.
-    `skip` waits for the device in each step, which takes some microseconds."""
+    """A loss or gradients that are not finite end the run (`stop`), or their batch's update is skipped and the run goes
+    on as if the batch had not been there (`skip`). Either way its rows are saved in `bad_batches.jsonl`. `skip` waits
+    for the device in each step, which takes some microseconds."""
     on_spike: Literal["ignore", "stop", "skip"] = "ignore"
-    """The same for a loss far above those of the steps before it."""
+    """The same for a loss far above those of the preceding steps."""
     spike_window: Annotated[int, Field(ge=2)] = 128
-    """Number of steps with which a loss is compared; none is a spike before half as many were taken."""
+    """Number of preceding steps with which a loss is compared; nothing counts as a spike before half as many steps."""
     spike_sigmas: Annotated[float, Field(gt=0)] = 6.0
-    """A loss is a spike from so many standard deviations above the mean of the window on; both defaults are those of
+    """Number of standard deviations above the window's mean from which a loss is a spike; both defaults are those of
     OLMo's trainer."""
     max_skips: PositiveInt = 10
     """The run ends when more batches than this would be skipped."""
@@ -38,5 +37,5 @@ class Faults(Section):
 
     @property
     def judges_steps(self) -> bool:
-        """Whether each step is looked at before its update, not only where it is logged."""
+        """Whether each step is checked before its update, not only when it is logged."""
         return self.skips or self.on_spike != "ignore"

@@ -154,7 +154,7 @@ class Read:
     defaults: list[tuple[Any, str]] = field(default_factory=list)
     """The entries of its `defaults`, each with its `file:line`."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Its other keys, interpolations as they stand."""
+    """Keys of the file other than `defaults`, with interpolations unresolved."""
     origins: Origins = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     """Dotted key to the text of its value, as written (`off` rather than False)."""

@@ -1,4 +1,4 @@
-"""What Hydra's users type, answered with what does it here.
+"""What Hydra users are used to typing, answered with the equivalent here.
 
 Recipes are written and overridden as Hydra's configs are, but composed without its application: each process of a
 launch would make a folder of its own. So its flags and its own settings are named here, one line each.

@@ -42,7 +42,8 @@ OF_IMAGES = {
 }
 """Architectures of images and text that are causal language models of text alone."""
 OF_SOUND = {"audioflamingo3", "glmasr", "musicflamingo", "qwen2_audio", "qwen3_asr", "voxtral"}
-"""The same of sound and text. Not Granite Speech, whose files hold adapters that text must be read without."""
+"""Types of models of sound and text. Without Granite Speech, whose files hold adapters that must not be used for
+text."""
 _ENCODERS = {
     **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"), "is_decoder"),
     **dict.fromkeys(("ernie", "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm"), "is_decoder"),

@@ -73,7 +73,8 @@ def _with_weights(parameters: Iterable[str]) -> str:
 
 
 def _idle(method: Method, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """The same for what is looked for among adapters; what PEFT cannot read as a pattern it says itself."""
+    """As `unmatched`, for keys that name modules among those with adapters; PEFT itself reports what is no valid
+    pattern."""
     for key, given, pattern in adapter_patterns(method):
         with contextlib.suppress(re.error):
             if not any(re.fullmatch(pattern, name) for name in names):
@@ -82,7 +83,7 @@ def _idle(method: Method, names: Collection[str]) -> Iterator[tuple[str, str, st
 
 
 def _excluded(extra: Mapping[str, Any], modules: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """The same for `exclude_modules`, of which PEFT refuses those that match nothing at all."""
+    """As `unmatched`, for `exclude_modules`: PEFT itself refuses the key only if nothing in it matches."""
     asked = extra.get("exclude_modules")
     if isinstance(asked, list) and asked and not any(matches(path, asked) for path in modules):
         change = meant(asked[0], modules) or f"names are like {max(modules, key=len)}"

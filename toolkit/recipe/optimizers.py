@@ -1,4 +1,4 @@
-"""What is known of each optimizer: one table, which the rules, the engines, the plan and the trainer ask.
+"""Everything known about each optimizer, in one table that the rules, the engines, the plan and the trainer read.
 
 A new optimizer is an entry of `OPTIMIZERS`. The classes are those of Transformers' Trainer; Muon's is `train/muon.py`.
 Nothing here imports torch, so that recipes are checked at once.
@@ -70,7 +70,7 @@ _OF_TRANSFORMERS = {
     "proj_type": one_of("std", "reverse_std", "left", "right", "full"),
     **{"proj": one_of("random", "svd"), "scale_type": one_of("channel", "tensor")},
 }
-"""The same for `Traits.args`."""
+"""Further arguments of Transformers' optimizers, which `Traits.args` names, and their allowed values."""
 
 OWN_KEYS = {
     "lr": "optimizer.learning_rate",
@@ -85,7 +85,7 @@ class Traits:
     """One optimizer."""
 
     name: str
-    """As recipes spell it."""
+    """The optimizer's name in recipes."""
     family: Family
     """What kind of update it makes."""
     transformers_name: str = ""
@@ -106,7 +106,7 @@ class Traits:
     moments: int = 2
     """Tensors of a parameter's shape that it keeps for it."""
     bits: Literal[4, 8, 32] = 32
-    """Of an element of a moment. 8 and 4 bits have a scale for each block of elements."""
+    """Bits of an element of a moment. With 8 and 4 bits each block of elements has a scale."""
     unpaged: str = ""
     """For bitsandbytes' paged optimizers, whose state is in memory that host and device share: the same with its state
     on the device."""
@@ -135,7 +135,8 @@ class Traits:
     """The optimizer most like it that ZeRO can use; empty where ZeRO can use this one. ZeRO updates vectors cut out of
     all parameters laid end to end: what updates each element by itself trains on them as on whole parameters."""
     fsdp_alternative: str = ""
-    """The same for FSDP, which needs operations that torch knows for sharded tensors and computes as for whole ones."""
+    """The optimizer most like it that FSDP can use; empty where FSDP can use this one. FSDP needs operations that torch
+    supports on sharded tensors, with the results of whole ones."""
 
     @property
     def reads(self) -> frozenset[str]:

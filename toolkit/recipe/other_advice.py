@@ -1,4 +1,4 @@
-"""What is said of the keys of other tools that have no counterpart of their own here."""
+"""Advice on keys of other tools that have no counterpart here."""
 
 from __future__ import annotations
 

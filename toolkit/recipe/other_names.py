@@ -1,4 +1,4 @@
-"""What Transformers, TRL, Axolotl and LLaMA-Factory call keys of ours, and what they write there."""
+"""Names that Transformers, TRL, Axolotl and LLaMA-Factory use for our keys, and the values they use for ours."""
 
 from __future__ import annotations
 

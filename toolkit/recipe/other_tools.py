@@ -1,4 +1,4 @@
-"""What keys and values of other tools are in a recipe: those of Transformers, TRL, Axolotl and LLaMA-Factory.
+"""Recognises keys and values of Transformers, TRL, Axolotl and LLaMA-Factory in a recipe.
 
 Nearest spelling finds none of them. Tables cost nothing where no key is wrong, and a converter of whole files would
 have to know what those tools do with each. What an answer says to write, the schema takes.

@@ -1,4 +1,4 @@
-"""The section of a recipe that says how strongly a preference objective prefers, and by which loss."""
+"""The section of a recipe for preference objectives: which loss, and how strongly it prefers."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ _MARGIN = {REWARD: 0.0}
 
 
 class Preference(Section):
-    """What objectives of preference do with answers; the others read nothing here."""
+    """Settings of preference objectives; others do not read this section."""
 
     loss: Literal[LOSSES] = "sigmoid"  # type: ignore[valid-type]
-    """The loss of `objective: dpo`, by TRL's names: `sigmoid` is that of the DPO paper, `hinge` SLiC's, `ipo` squared
-    and always per token, `robust` for labels of which some are wrong, `exo_pair`, `nca_pair`, `bco_pair`, `sppo_hard`
-    and `apo_zero` or `apo_down`, where the chosen answers are better or worse than the model's own."""
+    """The loss of `objective: dpo`, by TRL's names: `sigmoid` is that of the DPO paper, `hinge` that of SLiC, `ipo` is
+    squared and always per token, `robust` allows for wrong labels; also `exo_pair`, `nca_pair`, `bco_pair`,
+    `sppo_hard`, and `apo_zero` or `apo_down` if the chosen answers are better or worse than the model's own."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How much a change of log-probability counts: of DPO and KTO, against the reference (larger ones stay nearer to
     it; tau of IPO), of CPO and SimPO without one; of ORPO the weight of its odds ratio. With `simpo` 2.0 by default."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """The share of pairs that are taken to be labelled the wrong way round, for `objective: cpo` and the losses
-    `robust` and `exo_pair` of DPO."""
+    """Assumed share of pairs whose labels are swapped, for `objective: cpo` and the losses `robust` and `exo_pair` of
+    DPO."""
     length_normalized: bool = False
-    """Whether DPO compares log-probabilities per token of the answers instead of their sums, so that long answers weigh
-    no more than short ones, for the losses `sigmoid`, `hinge`, `robust` and `exo_pair`."""
+    """Whether DPO compares the answers' mean log-probabilities per token instead of their sums, so that long answers
+    count no more than short ones; for the losses `sigmoid`, `hinge`, `robust` and `exo_pair`."""
     margin: Annotated[float, Field(ge=0)] = 1.0
-    """By how much the chosen answer is to win, for `objective: simpo` (gamma in its paper) and `reward`, where it is 0
-    by default."""
+    """Margin by which the chosen answer should win, for `objective: simpo` (gamma in its paper) and `reward`, where it
+    is 0 by default."""
     center_rewards: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of a further loss of `objective: reward`, the square of the sum of a pair's rewards, which keeps them
-    around zero (Eisenstein et al. 2023, arXiv:2312.09244, who take 0.01); TRL's `center_rewards_coefficient`."""
+    """Weight of an additional loss of `objective: reward`, the squared sum of a pair's rewards, which keeps them around
+    zero (Eisenstein et al. 2023, arXiv:2312.09244, who use 0.01); TRL's `center_rewards_coefficient`."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of a further loss, the negative log-likelihood of the chosen answer per token, in each pair. With `cpo`
-    and `orpo`, to whose losses it belongs, 1.0 by default."""
+    """Weight of an additional loss, the negative log-likelihood per token of each pair's chosen answer. For `cpo` and
+    `orpo`, whose losses include it, 1.0 by default."""
 
     desirable_weight: Annotated[float, Field(gt=0)] = 1.0
-    """How much the loss of a good answer counts, for `objective: kto`."""
+    """Weight of the loss of good answers, for `objective: kto`."""
     undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
-    """How much that of a bad one does. Where there are more of one kind, the other is given more weight: good answers
-    with their weight should come to as much as bad ones with theirs, or up to a third more (Ethayarajh et al. 2024,
-    arXiv:2402.01306, equation 8)."""
+    """Weight of the loss of bad answers, for `objective: kto`. If there are more answers of one kind, give the other
+    more weight: the number of good answers times their weight should be 1 to 4/3 times that of bad ones (Ethayarajh et
+    al. 2024, arXiv:2402.01306, equation 8)."""
 
     def of(self, objective: str) -> Preference:
         """This section with an objective's own defaults, which count as such."""

@@ -1,4 +1,4 @@
-"""Whether beginnings that documents have in common are computed once, as `data.shared_prefixes` lays them out."""
+"""Whether shared beginnings of documents are computed once, as `data.shared_prefixes` lays them out."""
 
 from __future__ import annotations
 

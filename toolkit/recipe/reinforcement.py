@@ -1,5 +1,5 @@
-"""The sections of a recipe for reinforcement learning with verifiable rewards: how a model is asked, how its answers
-are scored, and how strongly it learns from the scores."""
+"""The sections of a recipe for reinforcement learning with verifiable rewards: how answers are generated, how they
+are scored, and how the model learns from the scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REINFORCED = ("grpo", "rloo")
 LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "he", "hi", "it", "ja", "ko", "nl", "pt", "ru", "th", "zh")
 """Languages that the reward `language` tells, by ISO 639-1."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters that vLLM makes room for: `MaxLoRARanks` in vllm/config/lora.py."""
+"""Ranks of adapters that vLLM can reserve memory for: `MaxLoRARanks` in vllm/config/lora.py."""
 BETA = {"rloo": 0.05}
 """Defaults of `policy.beta` by objective, TRL's; of others 0."""
 
@@ -58,26 +58,26 @@ class Reward(Section):
 
 
 class ExactMatch(Reward):
-    """1 where the answer is the reference, else 0; white space around both does not count."""
+    """1 if the answer equals the reference, otherwise 0; surrounding white space is ignored."""
 
     ignore_case: bool = False
-    """Whether upper and lower case are the same."""
+    """Whether upper and lower case count as the same."""
     tag: str | None = None
     """The tag whose content is compared, e.g. `answer`; by default the whole answer is."""
 
 
 class NumericMatch(Reward):
-    """1 where the number that the answer comes to is the reference's, else 0. It is the one in `\\boxed{}` or, without
-    one, the last; of a reference with `####`, as GSM8K's have, the one behind that."""
+    """1 if the answer's number equals the reference's, otherwise 0. It is the number in `\\boxed{}`, or else the last
+    one; in a reference with `####`, as in GSM8K, the one after that."""
 
     tolerance: Annotated[float, Field(ge=0)] = 0.0
-    """By how much both may differ, relative to the reference."""
+    """How much the two may differ, relative to the reference."""
     tag: str | None = None
-    """The tag in whose content the number is looked for, e.g. `answer`; by default the whole answer."""
+    """The tag whose content is searched for the number, e.g. `answer`; by default the whole answer is searched."""
 
 
 class RegexMatch(Reward):
-    """1 where a regular expression is found in the answer, else 0."""
+    """1 if a regular expression is found in the answer, otherwise 0."""
 
     main_key: ClassVar[str | None] = "pattern"
 
@@ -86,21 +86,21 @@ class RegexMatch(Reward):
 
 
 class JsonMatch(Reward):
-    """Half of it for an answer that is one JSON object or array, all of it if it fits the schema, too."""
+    """0.5 for an answer that is one JSON object or array, 1 if it also fits the schema."""
 
     schema_file: Place | None = None
-    """JSON Schema that it must fit; without one valid JSON is all that is asked."""
+    """JSON Schema that the answer must fit; without one, any valid JSON does."""
 
 
 class LengthMatch(Reward):
-    """1 for answers of a length within a range, else 0."""
+    """1 for answers whose length is within a range, otherwise 0."""
 
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    """The shortest, in tokens."""
+    """Shortest length, in tokens."""
     max_tokens: Tokens | None = None
-    """The longest; by default there is none but `rollout.max_completion_tokens`."""
+    """Longest length, in tokens; by default only `rollout.max_completion_tokens` limits it."""
     soft: Annotated[int, Field(ge=0)] = 0
-    """Tokens beyond either end over which the reward falls from 1 to 0 in a line."""
+    """Number of tokens beyond either end over which the reward falls linearly from 1 to 0."""
 
 
 class LanguageMatch(Reward):
@@ -120,42 +120,43 @@ class FormatMatch(Reward):
     tags: Annotated[list[str], Field(default_factory=lambda: ["think", "answer"], min_length=1)]
     """Names of the tags in their order: `[think, answer]` asks for `<think>…</think><answer>…</answer>`."""
     partial: Share = 0.5
-    """What all tags together count where the frame is not kept; 0 for all or nothing."""
+    """Reward for having all tags without keeping to the frame; with 0 it is all or nothing."""
 
 
 class Rewards(Section):
-    """How answers are scored, for `objective: grpo` and `rloo`: the sum of all rewards that are named, each by its
-    weight, e.g. `rewards: {format: {tags: [answer]}, numeric: {weight: 2}}`."""
+    """How answers are scored, for `objective: grpo` and `rloo`: the weighted sum of the rewards named here, e.g.
+    `rewards: {format: {tags: [answer]}, numeric: {weight: 2}}`."""
 
     exact_match: Annotated[ExactMatch | None, BeforeValidator(_on, json_schema_input_type=ExactMatch | bool | None)] = (
         None
     )
-    """Whether the answer is the reference."""
+    """Whether the answer equals the reference."""
     numeric: Annotated[NumericMatch | None, BeforeValidator(_on, json_schema_input_type=NumericMatch | bool | None)] = (
         None
     )
-    """Whether its number is the reference's."""
+    """Whether the answer's number equals the reference's."""
     regex: RegexMatch | None = None
-    """Whether a regular expression is found in it."""
+    """Whether a regular expression is found in the answer."""
     json_schema: Annotated[JsonMatch | None, BeforeValidator(_on, json_schema_input_type=JsonMatch | bool | None)] = (
         None
     )
-    """Whether it is JSON, and fits a schema."""
+    """Whether the answer is JSON and fits a schema."""
     length: Annotated[LengthMatch | None, BeforeValidator(_on, json_schema_input_type=LengthMatch | bool | None)] = None
-    """Whether it is as long as it should be."""
+    """Whether the answer's length is within a range."""
     language: LanguageMatch | None = None
-    """Whether it is in a language."""
+    """Whether the answer is in a given language."""
     format: Annotated[FormatMatch | None, BeforeValidator(_on, json_schema_input_type=FormatMatch | bool | None)] = None
-    """Whether it keeps to a frame of tags."""
+    """Whether the answer keeps to a frame of tags."""
     file: Place | None = None
-    """Python file with a function of your own, which is run as it is: it takes `trust_python`."""
+    """Python file with a reward function of your own; its code is run, so it needs `trust_python`."""
     function: str = "reward"
-    """Name of the function: `def reward(completions, prompts, **columns) -> list[float]`. It gets, by
-    name, the texts of answers and prompts, and each column of their rows as a list, the reference as `answer`."""
+    """Name of the function: `def reward(completions, prompts, **columns) -> list[float]`. Its keyword arguments are
+    lists: the texts of answers and prompts, and each column of their rows, with the reference as `answer`."""
     function_weight: float = 1.0
-    """What it counts in the sum."""
+    """Weight of the function's reward in the sum."""
     trust_python: bool = False
-    """Whether the code in `file` may run. Its hash is kept with the run, which goes on with the same file only."""
+    """Whether the code in `file` may run. Its hash is stored with the run, which can only be continued with the same
+    file."""
 
     def parts(self) -> dict[str, Reward]:
         """The built-in rewards that are named, in the schema's order."""
@@ -177,59 +178,60 @@ class Rewards(Section):
 
 
 class Rollout(Section):
-    """How a model is asked for the answers that it learns from, for `objective: grpo` and `rloo`, and for students that
-    write answers, `distillation.on_policy`."""
+    """How the answers that a model learns from are generated, for `objective: grpo` and `rloo`, and for students that
+    write answers (`distillation.on_policy`)."""
 
     num_generations: Annotated[int, Field(ge=2)] = 8
-    """Answers to each prompt, which are compared with each other. A row of a step, `batch.global_batch_size`, is a
-    prompt with all of them."""
+    """Number of answers to each prompt, which are compared with each other. `batch.global_batch_size` counts prompts,
+    each with all of its answers."""
     max_completion_tokens: Tokens = 256
-    """The longest answer; prompt and answer together have at most `batch.seq_len` tokens."""
+    """Longest answer, in tokens; prompt and answer together have at most `batch.seq_len` tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """By how much logits are divided before an answer is drawn, and when it is scored."""
+    """Temperature by which logits are divided when answers are sampled, and when they are scored."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draws from the likeliest tokens that have this share of the probability together."""
+    """Sample only from the most likely tokens that together have this share of the probability."""
     system: str | None = None
     """A system message for every prompt that has none, e.g. one that asks for a format."""
     batch_size: Tokens | None = None
-    """Answers that a process generates at once; by default all of its step. Fewer need less memory and more time."""
+    """Number of answers that a process generates at once; by default all of its step. Fewer need less memory and more
+    time."""
     server: Annotated[str, AfterValidator(_address)] | None = None
-    """Address of a vLLM server that generates the answers, e.g. `http://localhost:8000`, on devices of its own. Without
-    one the processes that train generate them, with Transformers."""
+    """URL of a vLLM server that generates the answers on its own devices, e.g. `http://localhost:8000`. Without one,
+    the training processes generate them with Transformers."""
 
 
 class Policy(Section):
-    """How strongly a model learns from the rewards of its answers, for `objective: grpo` and `rloo`."""
+    """How a model learns from the rewards of its answers, for `objective: grpo` and `rloo`."""
 
     loss: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
     """How the losses of tokens are averaged for `objective: grpo`, by TRL's names: within each answer first (`grpo`),
     over all tokens of the step (`dapo`), or over as many as all answers could have (`dr_grpo`)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """By which standard deviation advantages are divided: that of the answers to the prompt (`group`), that of all
-    answers of the step (`batch`), or not at all. RLOO divides by none."""
+    """The standard deviation by which advantages are divided: that of a prompt's answers (`group`), that of all answers
+    of the step (`batch`), or none (`none`). RLOO does not divide them."""
     importance: Literal["token", "sequence"] = "token"
     """Whether `objective: grpo` compares the likelihoods of tokens with those before the update, or of whole answers,
     per token (`sequence`, GSPO)."""
     beta: Annotated[float, Field(ge=0)] = 0.0
-    """What it costs to move away from the model as it was before training: the weight of the divergence in the loss, or
-    of RLOO in the reward. Then the base without its adapters is the reference. With `rloo` 0.05 by default."""
+    """Weight of the divergence from the model as it was before training: in the loss, or for RLOO in the reward. The
+    reference is then the base without its adapters. For `rloo` 0.05 by default."""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """By how much likelihoods may change before they are clipped."""
+    """How much ratios of likelihoods may differ from 1 before they are clipped."""
     epsilon_high: Annotated[float, Field(gt=0)] | None = None
-    """The same upwards, if it differs, as in DAPO (0.28)."""
+    """`epsilon` for ratios above 1, if it differs, as in DAPO (0.28)."""
     num_iterations: Tokens = 1
     """Optimizer steps taken on the answers of one rollout."""
     server_cap: Annotated[float, Field(gt=0)] = 3.0
-    """The most that a token of a server's answer counts: the loss of each, or with `rloo` of each answer, is weighed by
-    how much likelier it is to the model in training than it was to `rollout.server`, up to this."""
+    """Largest importance weight of a token of a server's answer: the loss of each token, or with `rloo` of each answer,
+    is multiplied by the ratio of its likelihood in training to that at `rollout.server`, up to this value."""
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Between which a ratio of likelihoods is not clipped."""
+        """The range in which ratios of likelihoods are not clipped."""
         return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
 
     def of(self, objective: str) -> Policy:
-        """This section with an objective's own defaults, which count as such."""
+        """This section with an objective's own defaults, which do not count as set."""
         decided = self.model_copy()
         if "beta" not in self.model_fields_set and objective in BETA:
             decided.__dict__["beta"] = BETA[objective]

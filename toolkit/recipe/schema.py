@@ -18,7 +18,7 @@ from toolkit.recipe.distillation import DISTILLATION, Distillation
 from toolkit.recipe.embedding import Embedding
 from toolkit.recipe.faults import Faults
 from toolkit.recipe.heads import CLASSIFYING, EMBEDDING, HEADED
-from toolkit.recipe.parallel import Parallel
+from toolkit.recipe.parallel import Parallel, Strategy
 from toolkit.recipe.precisions import FP8_SCALING, PURE
 from toolkit.recipe.preference import (
     JUDGED,
@@ -41,7 +41,6 @@ from toolkit.recipe.sections import (
     Optimizer,
     Output,
     Schedule,
-    Strategy,
 )
 
 VARLEN_ATTENTION = ("torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -63,26 +62,27 @@ class Model(Section):
     gguf_file: str | None = None
     """Name of the GGUF file inside a hub repository or local folder that holds several files."""
     adapter: Place | None = None
-    """Folder of a LoRA adapter to train on from, e.g. `runs/first/final`; its rank and targets are taken over."""
+    """Folder of a LoRA adapter to continue training, e.g. `runs/first/final`; its rank and target modules are used."""
     tokenizer: Place | None = None
     """Hub id or local folder of the tokenizer, if it is not the model's own."""
     new_tokens: list[str] = []
-    """Tokens for the model to learn, e.g. `[<tool>, </tool>]`. The tokenizer gets those that it lacks as special
-    tokens, and the model embeddings for them; adapters train their rows of embeddings and output head too."""
+    """Tokens for the model to learn, e.g. `[<tool>, </tool>]`. Those that the tokenizer lacks are added to it as
+    special tokens, with new embeddings in the model; with adapters, their rows of the embeddings and of the output head
+    are trained too."""
     chat_template: Place | None = None
     """Jinja file, or the built-in name `chatml`, that replaces the tokenizer's own chat template."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type in which weights are stored while training. `auto`: fp32 masters for full fine-tuning (bf16 under
     `precision: pure_bf16` and `pure_fp8`); for adapters the frozen base is stored in the type of `precision`."""
     attention: Literal[ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
-    """Attention kernels. `auto` picks the fastest that really runs on this device; the other values insist on one. On
-    NVIDIA's GPUs `auto` has `torch_varlen` computed by the package of FlashAttention 3 or 4 where one is installed, its
-    results and gradients are those of torch's kernels there, and it was measured to be faster. Of `flash_attention_…`,
-    where its package is missing and `kernels` is installed, the build of kernels-community that lies in the hub's cache
-    is taken."""
+    """Attention kernels. `auto` picks the fastest that actually runs on this device; any other value requires that one.
+    On NVIDIA GPUs `auto` computes `torch_varlen` with the FlashAttention 3 or 4 package if one is installed, gives the
+    same results and gradients as torch's kernels there, and was measured to be faster. If the package of a
+    `flash_attention_…` is missing and `kernels` is installed, the kernels-community build in the hub's cache is
+    used."""
     trust_remote_code: bool = False
-    """Whether Python code from the model's repository may run; of one on the hub only at the full commit in
-    `revision`."""
+    """Whether Python code from the model's repository may run; for a repository on the hub, only at the full commit
+    given in `revision`."""
 
 
 def _off(value: Any) -> Any:
@@ -91,7 +91,7 @@ def _off(value: Any) -> Any:
 
 
 class Recipe(Section):
-    """One training: what, on what, how."""
+    """One training run: the model, its data, and how it is trained."""
 
     description: str = ""
     """What this recipe is for, in one line; `toolkit ls` shows it."""
@@ -116,12 +116,12 @@ class Recipe(Section):
     ] = "sft"
     """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
     `seq2seq` the training of encoder-decoders. `dpo`, `cpo`, `simpo` and `orpo` learn from pairs of answers to prefer
-    one to the other: `dpo` by how far the model moves from what it was before training, the others without that. `kto`
-    learns from single answers, each of which is good or bad. `grpo` and `rloo` learn from rewards of answers that the
-    model itself gives. `distillation` learns what another model, the teacher, would say in place of each token, on the
-    rows of `sft`. `reward` learns to score answers from pairs, `classification` to tell the class of a text or a pair
-    of texts, `token_classification` that of each word, and `embedding` to give texts that belong together vectors that
-    are near to each other."""
+    one to the other: `dpo` relative to the model as it was before training, the others without such a reference. `kto`
+    learns from single answers, each labelled good or bad. `grpo` and `rloo` learn from rewards for answers that the
+    model itself generates. `distillation` learns another model's, the teacher's, distribution of each next token, on
+    the rows of `sft`. `reward` learns to score answers from pairs, `classification` to predict the class of a text or a
+    pair of texts, `token_classification` that of each word, and `embedding` to give texts that belong together similar
+    vectors."""
     preference: Preference = Preference()
     embedding: Embedding = Embedding()
     rollout: Rollout = Rollout()
@@ -136,14 +136,13 @@ class Recipe(Section):
     `pure_bf16` with the products of `fp8`. `auto`: the one of the first three that the device computes fastest, but
     fp32 only where it is a quarter faster than a shorter one; the losses are then those of that type."""
     tf32: bool | Literal["auto"] = "auto"
-    """Let fp32 matrix products use TF32 tensor cores, which is faster and less exact. `auto`: where there are any,
-    on NVIDIA's GPUs from Ampere on."""
+    """Let fp32 matrix products use TF32 tensor cores, which is faster and less exact. `auto`: on GPUs that have them,
+    NVIDIA's from Ampere on."""
     compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(_off)] = "auto"
-    """Whether torch compiles the model's layers while they are trained (`layers`), which fuses their element-wise work,
-    or runs them as they are (`off`). `auto`: where by the plan it saves more time than it takes, or where
-    `activation_checkpointing.mode: elementwise` needs it; elsewhere on a GPU Liger's kernels are used, where they are
-    installed and compute the same. Results are the same but for the order of rounding, and for which elements dropout
-    draws."""
+    """Whether torch compiles the model's layers for training (`layers`), which fuses their element-wise operations, or
+    runs them as they are (`off`). `auto` compiles if, by the plan, that saves more time than it takes, or if
+    `activation_checkpointing.mode: elementwise` needs it; otherwise, on a GPU, Liger's kernels are used if they are
+    installed and compute the same. Results differ only in rounding and in the elements that dropout draws."""
     strategy: Strategy = Strategy()
     parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()
@@ -300,7 +299,7 @@ class Recipe(Section):
 
 
 def sections() -> dict[str, type[Section]]:
-    """Name to class of every section of the recipe, in the order of the recipe."""
+    """Every section of the recipe, in its order, as name to class."""
     return {
         name: field.annotation
         for name, field in Recipe.model_fields.items()
@@ -309,7 +308,7 @@ def sections() -> dict[str, type[Section]]:
 
 
 _MEANT = {"batch_size": ["batch.global_batch_size", "batch.micro_batch_size"]}
-"""Names by which keys are meant that are called otherwise."""
+"""Other names under which people look for keys."""
 
 
 def leaf_paths() -> dict[str, list[str]]:

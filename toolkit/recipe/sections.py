@@ -12,10 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from toolkit.recipe.arguments import POSITIVE, SHARE, Argument, count, number, one_of
-from toolkit.recipe.base import Place, Section
+from toolkit.recipe.base import Place, PositiveInt, Section
 from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 _WAVES = {"num_cycles": POSITIVE}
 _LOWEST = {"min_lr": number(0), "min_lr_rate": SHARE}
 _SHAPE = one_of("linear", "cosine", "1-sqrt")
@@ -44,7 +43,6 @@ EVA_ROWS, EVA_TOKENS = 64, 2**14
 MEMORY = PurePath("/dev/shm")
 """A folder whose files are kept in memory, which every process of a Linux machine can write."""
 
-PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 Scalar = bool | int | float | str
@@ -81,104 +79,35 @@ class Method(Section):
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Values of modules that differ from `lora_alpha`, written like `rank_pattern`."""
     modules_to_save: list[str] = []
-    """Modules trained in full beside the LoRA adapters, e.g. `[embed_tokens, lm_head]`. Embeddings that the model ties
-    to its head stay tied, as PEFT by itself would not keep them."""
+    """Modules trained in full beside the LoRA adapters, e.g. `[embed_tokens, lm_head]`. Embeddings that are tied to the
+    output head stay tied, which PEFT alone does not ensure."""
     init_lora_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora", "eva", "loftq"] = "default"
-    """How adapters begin: `default` and `gaussian` with one matrix at zero, `orthogonal` with a product of zero,
-    `pissa` (largest singular values) and `olora` (QR) with a part of the base, which is published as an adapter of
-    twice the rank for the base as it was, `eva` with the main directions of what each layer reads of the first rows.
-    All these leave what the model says as it was. `loftq` makes up for a part of what `quantization: nf4` lost."""
+    """How adapters are initialised: `default` and `gaussian` with one matrix at zero, `orthogonal` with a product of
+    zero, `pissa` (largest singular values) and `olora` (QR) with a part of the base, so that the result is published as
+    an adapter of twice the rank for the original base, `eva` with the principal directions of each layer's inputs over
+    the first rows. All of these leave the model's outputs unchanged. `loftq` compensates for part of the error of
+    `quantization: nf4`."""
     loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = None
-    """How many times the learning rate the second matrix of each adapter gets (LoRA+, Hayou et al. 2024), e.g. 16."""
+    """Factor on the learning rate of the second matrix of each adapter (LoRA+, Hayou et al. 2024), e.g. 16."""
     use_rslora: bool = False
     """Whether LoRA adapters are scaled by lora_alpha / sqrt(r), which keeps high ranks stable (Kalajdzievski 2023)."""
     use_dora: bool = False
-    """Whether LoRA adapters train magnitude and direction of the weights apart (DoRA, Liu et al. 2024)."""
+    """Whether LoRA adapters train the magnitude and the direction of weights separately (DoRA, Liu et al. 2024)."""
     quantization: Literal["none", "nf4", "int8", "fp8", "int4"] = "none"
     """How the frozen base is stored under LoRA: as it is (`none`), in 4-bit NormalFloat (`nf4`, QLoRA), in 8-bit
-    integers (`int8`), in 8-bit floating point (`fp8`, in which GPUs from compute capability 8.9 on multiply too), or in
-    4-bit integers with groups of 64 (`int4`: 4.25 bits, nearer to the weights than `nf4` with 4.13). All but `int8`
-    store the experts of mixtures as well."""
+    integers (`int8`), in 8-bit floating point (`fp8`, in which GPUs from compute capability 8.9 on also multiply), or
+    in 4-bit integers with groups of 64 (`int4`: 4.25 bits, more accurate than `nf4` with 4.13). All but `int8` also
+    quantize the experts of mixtures."""
     double_quantization: bool = True
     """Whether `quantization: nf4` quantizes its constants too, which saves 0.37 bits per parameter."""
     freeze: list[str] = []
-    """Parameters that full fine-tuning leaves as they are, by patterns of their names, e.g.
-    `[model.embed_tokens.*]`."""
+    """Parameters that full fine-tuning does not train, as patterns of their names, e.g. `[model.embed_tokens.*]`."""
 
     @property
     def published_rank(self) -> int:
-        """The largest rank of the adapter as it is published: what takes a part out of the base has twice of it."""
+        """The largest rank of the published adapter: twice the trained one if the initialisation moves a part of the
+        base."""
         return max(self.r, *self.rank_pattern.values(), 0) * (2 if self.init_lora_weights in MOVES_BASE else 1)
-
-
-class Strategy(Section):
-    """How training is spread over devices, and what is kept off them."""
-
-    main_key: ClassVar[str | None] = "name"
-
-    name: Literal[(*STRATEGIES, "auto")] = "ddp"  # type: ignore[valid-type]
-    """`ddp` replicates the model on every process (one process is plain training), `single` insists on one process.
-    DeepSpeed `zero1` shards optimizer state, `zero2` gradients too, `zero3` parameters too. `fsdp` is PyTorch's
-    FSDP2. `auto` takes the fastest that fits, with offloading where nothing else fits, and where nothing does and the
-    micro-batch and activation checkpointing are `auto` too, with what `parallel` can divide; other keys of this section
-    then stand, and leave only the strategies that read them."""
-    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where optimizer state and fp32 masters live and are updated under ZeRO: on the device (`none`), in host memory
-    (`cpu`), or on a drive (`nvme`, ZeRO-3 only)."""
-    offload_param: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters wait while they are not computed with: on the device (`none`), in host memory (`cpu`: ZeRO-3,
-    and FSDP, which keeps gradients and optimizer state there too), or on a drive (`nvme`: ZeRO-3)."""
-    nvme_path: Place | None = None
-    """Folder on a local NVMe drive for what is offloaded to `nvme`; each process makes a folder of its own in it."""
-    pin_memory: bool = True
-    """Whether what is offloaded lies in page-locked host memory: copies are faster, and nothing else can use that
-    memory."""
-    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type in which ZeRO and FSDP sum gradients over processes and micro-batches. `auto`: fp32, or bf16 under
-    `precision: pure_bf16` and `pure_fp8`."""
-    overlap_comm: bool = True
-    """Whether ZeRO reduces gradients while the backward pass still runs, at the cost of a second bucket of memory."""
-    reduce_bucket_size: PositiveInt = 50_000_000
-    """Number of gradient elements that ZeRO reduces at a time. A bucket takes this many times the bytes of
-    `reduce_dtype`."""
-    allgather_bucket_size: PositiveInt = 50_000_000
-    """Number of updated parameter elements that ZeRO-1 and ZeRO-2 gather at a time."""
-    prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
-    """Number of parameter elements that ZeRO-3 gathers ahead of their use."""
-    param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
-    """Parameters of fewer elements than this (norms, biases) stay whole on every process under ZeRO-3."""
-    max_live_parameters: PositiveInt = 1_000_000_000
-    """Most elements of gathered parameters that ZeRO-3 keeps on a device at a time."""
-    max_reuse_distance: Annotated[int, Field(ge=0)] = 1_000_000_000
-    """ZeRO-3 does not release a parameter that is used again within this many elements."""
-    sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
-    """What FSDP shards: `full_shard` parameters, gradients and optimizer state; `shard_grad_op` the same, but gathered
-    parameters are kept until the backward pass; `hybrid_shard` shards within a node and replicates across nodes."""
-    reshard_after_forward: bool | None = None
-    """Whether FSDP releases gathered parameters between forward and backward pass; by default as `sharding` says."""
-    sync_each_batch: bool = False
-    """Whether FSDP reduces gradients after every micro-batch and keeps its shard of their sum, as accelerate's
-    `sync_each_batch` does. By default it reduces once in a step, and holds all gradients whole until then."""
-    wrap_classes: list[str] = []
-    """Classes of layers that FSDP gathers as a unit, e.g. `[LlamaDecoderLayer]`; by default the model's own."""
-    state_dict_type: Literal["sharded", "full"] = "sharded"
-    """How FSDP writes checkpoints. `sharded` ones are fast, `full` ones are gathered on the first process. The final
-    model is always gathered."""
-    cpu_ram_efficient_loading: bool = True
-    """Under FSDP only the first process of a run reads the weights into host memory; the others receive their
-    shards."""
-
-    @property
-    def zero_stage(self) -> int:
-        """1 to 3; 0 without DeepSpeed."""
-        assert self.name != "auto", "the strategy is not decided yet"
-        return int(self.name[-1]) if self.name.startswith("zero") else 0
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether no process holds all parameters, so that every forward pass needs all processes."""
-        assert self.name != "auto", "the strategy is not decided yet"
-        return self.name in ("zero3", "fsdp")
 
 
 ADAPTER_LEARNING_RATE = 2e-4
@@ -194,8 +123,8 @@ class Optimizer(Section):
     """`adamw` is torch's fused AdamW, `lion` the 32-bit Lion, `muon` torch's Muon for the matrices of hidden layers
     with AdamW for all else; all other names are those of Transformers' Trainer."""
     learning_rate: Annotated[float, Field(gt=0)] = 2e-5
-    """Peak learning rate, reached after warm-up. Adapters have 2e-4 by default, ten times as much; objectives of
-    preference a twentieth of either."""
+    """Peak learning rate, reached after warm-up. The default for adapters is ten times as high, 2e-4; for preference
+    objectives both are divided by twenty."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay; norm weights and biases are never decayed. It is decoupled from the gradient, except for `sgd`,
     `adagrad` and `rmsprop` of every kind, whose libraries add it to the gradient (L2)."""
@@ -210,11 +139,11 @@ class Optimizer(Section):
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are clipped to this norm; 0 switches clipping off."""
     args: Arguments = {}
-    """Further arguments of the chosen optimizer, by its own names."""
+    """Further arguments of the optimizer, by its own names."""
 
     @property
     def stated_momentum(self) -> float | None:
-        """`momentum`, or what it is by default; None for optimizers to which it means nothing."""
+        """`momentum` or its default; None for optimizers that have none."""
         return self.traits.momentum if self.momentum is None else self.momentum
 
     @property
@@ -240,10 +169,10 @@ class Schedule(Section):
     warmup_ratio: Fraction | None = None
     """Share of all steps in which the learning rate rises from zero to its peak, instead of `warmup_steps`."""
     early_stopping_patience: PositiveInt | None = None
-    """Stop after so many evaluations in a row without an improvement of the metric of `checkpoint.keep_best`, or of
-    the held-out loss without one."""
+    """Stop after this many evaluations in a row without an improvement of the metric in `checkpoint.keep_best`, or of
+    the held-out loss if that is not set."""
     early_stopping_min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """What that metric must improve by, at least, to count as better for `early_stopping_patience`."""
+    """The smallest improvement of that metric that counts for `early_stopping_patience`."""
     args: Arguments = {}
     """Further arguments of the learning rate schedule, e.g. `{min_lr_rate: 0.1}`."""
 
@@ -259,19 +188,19 @@ class Batch(Section):
     """Sequences, pairs of answers, prompts with all their answers, or texts that belong together, per optimizer step
     over all processes; 16 if `tokens_per_step` is not set either."""
     tokens_per_step: PositiveInt | None = None
-    """Tokens per optimizer step over all processes, instead of `global_batch_size`, which is then this many over
-    `seq_len`."""
+    """Tokens per optimizer step over all processes, instead of `global_batch_size`, which is then this number divided
+    by `seq_len`."""
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
-    """Sequences per process and forward pass, on average: those of a step are sorted by length and dealt so that the
-    largest micro-batch has few tokens and little is padded. `auto`: the number that fits and is fastest by the plan, up
-    to `micro_batch_tokens`."""
+    """Sequences per process and forward pass, on average: those of a step are sorted by length and grouped so that the
+    largest micro-batch has few tokens and there is little padding. `auto`: the number that, by the plan, fits and is
+    fastest, up to `micro_batch_tokens`."""
     micro_batch_tokens: PositiveInt = 16_384
-    """Tokens, on average, of a micro-batch that `micro_batch_size: auto` may come to, one sequence at least. So many
-    keep a current GPU busy; more only cost memory."""
+    """Most tokens, on average, in a micro-batch that `micro_batch_size: auto` chooses, though always at least one
+    sequence. This many keep a current GPU busy; more only cost memory."""
     share_prefixes: bool = True
-    """Compute once what conversations of a micro-batch begin with alike, such as a system message, tools, or the
-    question of several answers, where that changes nothing but the order of sums: with `model.attention: torch_varlen`,
-    and without dropout, noise, or processes that share rows or layers."""
+    """Compute once what conversations of a micro-batch have in common at their beginning, such as a system message,
+    tools, or the question of several answers, where this changes nothing but the order of sums: with `model.attention:
+    torch_varlen`, and without dropout, noise, or processes that share rows or layers."""
 
     @property
     def sequences_per_step(self) -> int:
@@ -286,16 +215,16 @@ class ActivationCheckpointing(Section):
 
     mode: Literal["none", "elementwise", "full", "selective", "offload", "auto"] = "none"
     """What is not kept from the forward pass: `none` keeps all activations; `elementwise` recomputes norms, activation
-    functions and all else between matrix products and attention, which are never repeated, and has the layers compiled
-    for it; `full` recomputes layers, `selective` keeps attention outputs and recomputes the rest, `offload` recomputes
-    layers and holds their inputs in host memory. `auto`: the mode, and the `every_n_layers` unless one is set, that fit
-    and are fastest by the plan."""
+    functions and everything else between matrix products and attention, which are never repeated, and compiles the
+    layers for that; `full` recomputes layers, `selective` keeps attention outputs and recomputes the rest, `offload`
+    recomputes layers and keeps their inputs in host memory. `auto`: the mode, and `every_n_layers` unless it is set,
+    that by the plan fit and are fastest."""
     every_n_layers: PositiveInt = 1
     """With `mode: full` and `mode: offload`, checkpoint only every n-th layer: faster, for more memory."""
     mlp_tiles: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Compute the MLP of each layer in so many tiles of a row's tokens, one after the other, and again in the backward
-    pass, so that its inner activations exist for one tile at a time (tiled MLP, Bekman et al. 2025, arXiv:2506.13996).
-    For long rows, beside any `mode`; MLPs are computed once more than without."""
+    """Number of tiles of a row's tokens in which the MLP of each layer is computed, one after the other, and again in
+    the backward pass, so that its inner activations exist for one tile at a time (tiled MLP, Bekman et al. 2025,
+    arXiv:2506.13996). For long rows, with any `mode`; MLPs are computed one more time than without."""
 
     @property
     def of_layers(self) -> bool:
@@ -320,9 +249,9 @@ class Checkpoint(Section):
     """What is saved during training, and where training continues."""
 
     save_steps: PositiveInt | None = None
-    """Save a checkpoint every so many optimizer steps."""
+    """Number of optimizer steps between checkpoints."""
     save_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Save a checkpoint every so many epochs, instead of `save_steps`."""
+    """Number of epochs between checkpoints, instead of `save_steps`."""
     save_total_limit: PositiveInt = 2
     """Number of checkpoints to keep; older ones are deleted."""
     keep_best: Literal[_BEST] | None = None  # type: ignore[valid-type]
@@ -331,22 +260,22 @@ class Checkpoint(Section):
     `objective: token_classification`, `eval_recall_at_…` and `eval_mrr_at_10`, or with scores `eval_spearman` and
     `eval_pearson`, for `objective: embedding`; the others but `eval_loss` take `evaluation.generation_metrics`."""
     average_last: Annotated[int, Field(ge=2)] | None = None
-    """Publish the mean of the weights at the last so many checkpoints, the last step counting as one (stochastic weight
-    averaging, Izmailov et al. 2018). Of adapters the mean of each matrix is taken, not of their products."""
+    """Number of checkpoints, the last step included, whose mean weights are published (stochastic weight averaging,
+    Izmailov et al. 2018). For adapters it is the mean of each matrix, not of their products."""
     rehearse: bool = True
-    """Save after the first step, and read that checkpoint back, if the first save would come 20 steps later or more: a
-    save that cannot work ends the run in its first minute."""
+    """Save a checkpoint after the first step and read it back, if the first regular save would come 20 steps later or
+    more, so that a run that cannot save ends in its first minute."""
     staging: Place = "auto"
-    """Where each machine takes checkpoints in, for training to go on while they are copied to the run folder: a folder
-    on a fast disk of its own, or `none` for the run folder at once. `auto`: memory (`/dev/shm`), where the run folder's
-    disk is slow and at least twice as much memory is left; else as `none`."""
+    """Where each machine first writes checkpoints, so that training continues while they are copied to the run folder:
+    a folder on a fast disk of its own, or `none` for the run folder itself. `auto`: memory (`/dev/shm`) if the run
+    folder's disk is slow and at least twice as much memory is free; otherwise `none`."""
     resume: Place = "auto"
     """`auto` continues this recipe's run where it stopped, `never` starts a new run folder, and the path of a
     checkpoint continues from that one."""
 
     @property
     def saves(self) -> bool:
-        """Whether checkpoints are saved on the way."""
+        """Whether checkpoints are saved during training."""
         return bool(self.save_steps or self.save_epochs)
 
     @property
@@ -356,12 +285,12 @@ class Checkpoint(Section):
 
 
 class Evaluation(Section):
-    """Held-out loss and perplexity, and what the model says."""
+    """Held-out loss and perplexity, and sample answers."""
 
     at_start: bool = True
     """Evaluate before the first step, for a figure to compare with."""
     every_steps: PositiveInt | None = None
-    """Evaluate every so many optimizer steps; at the end of training in any case."""
+    """Number of optimizer steps between evaluations; there is always one at the end of training."""
     batch_size: PositiveInt | None = None
     """Sequences per process and forward pass of an evaluation; by default the micro-batch of training."""
     prompts: list[str] = []
@@ -380,10 +309,11 @@ class Logging(Section):
     """What is reported while training. `metrics.jsonl` in the run folder is always written."""
 
     every_steps: PositiveInt = 1
-    """Write metrics every so many optimizer steps; also at each evaluation and checkpoint, and at the end."""
+    """Number of optimizer steps between metrics; they are also written at each evaluation and checkpoint, and at the
+    end."""
     profile: bool = False
-    """Watch three steps after the first two with torch's profiler: print what kinds of operations they go on, and write
-    `profile.json.gz` into the run folder, a trace to open in Perfetto."""
+    """Profile the three steps after the first two with torch's profiler: print the time by kind of operation, and write
+    `profile.json.gz`, a trace to open in Perfetto, into the run folder."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that metrics are reported to, beside `metrics.jsonl`."""
 

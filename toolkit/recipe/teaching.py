@@ -1,11 +1,11 @@
-"""A teacher as the model of a recipe of its own, by which it is loaded and planned like any other."""
+"""A teacher written as a recipe of its own, so that it is loaded and planned like any other model."""
 
 from __future__ import annotations
 
 from toolkit.recipe.distillation import published
-from toolkit.recipe.parallel import Parallel
+from toolkit.recipe.parallel import Parallel, Strategy
 from toolkit.recipe.schema import Model, Recipe
-from toolkit.recipe.sections import ActivationCheckpointing, Extra, Method, Strategy
+from toolkit.recipe.sections import ActivationCheckpointing, Extra, Method
 
 
 def of_teacher(recipe: Recipe) -> Recipe | None:

@@ -1,4 +1,4 @@
-"""A limit to how long a block of code may work: what is read may be a program, or expand without an end."""
+"""A limit on how long a block of code may run: what is read may be a program, or expand without end."""
 
 from __future__ import annotations
 

@@ -18,11 +18,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 MAX_POINTS = 1000
+_INTERVALS = 5
+"""Most intervals between the ticks of an axis, before its ends are rounded."""
 MAX_MARKS = 50
 FEW_POINTS = 16
 LOG_RATIO = 50.0
 COLOURS = 8
-"""Of lines of equal standing; the ninth looks like the first."""
+"""Number of colours for lines of equal standing; the ninth looks like the first."""
 
 Style = Literal["line", "faint", "points"]
 """A line, raw values faintly behind a smoothed line, or a thin line with markers."""
@@ -44,7 +46,7 @@ class Series:
 
     @property
     def look(self) -> str:
-        """Its classes in `style.css`."""
+        """The line's classes in `style.css`."""
         return f"{self.style} nth{(self.number - 1) % COLOURS + 1}" if self.number else self.style
 
 
@@ -133,11 +135,11 @@ def _marks(positions: Sequence[float]) -> list[float]:
     return [each * 100 for each in sorted(first.values())]
 
 
-def downsample(x: Sequence[float], y: Sequence[float], limit: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """At most `limit` points that keep the ends and, in every stretch, the smallest and the largest value."""
-    if len(x) <= limit:
+def downsample(x: Sequence[float], y: Sequence[float]) -> list[tuple[float, float]]:
+    """At most `MAX_POINTS` points that keep the ends and, in every stretch, the smallest and the largest value."""
+    if len(x) <= MAX_POINTS:
         return list(zip(x, y, strict=True))
-    buckets = (limit - 2) // 2
+    buckets = (MAX_POINTS - 2) // 2
     inner = len(x) - 2
     kept = [0]
     for bucket in range(buckets):
@@ -174,9 +176,9 @@ def smooth(y: Sequence[float]) -> list[float]:
     return smoothed
 
 
-def nice_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
+def nice_ticks(low: float, high: float) -> tuple[float, ...]:
     """Round numbers, 1, 2 or 5 times a power of ten apart, that enclose `low` to `high`."""
-    raw = (high - low) / max(most - 1, 1)
+    raw = (high - low) / _INTERVALS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

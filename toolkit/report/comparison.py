@@ -24,7 +24,9 @@ from toolkit.report.charts import Series, chart, smooth
 from toolkit.report.coordinates import Dimension, coordinates
 from toolkit.report.evaluation import Score
 from toolkit.report.leading import Leading, leading
-from toolkit.report.load import Manifest, Record, finite, number, read_run
+from toolkit.report.load import Record, finite, number, read_run
+from toolkit.report.manifest import Manifest
+from toolkit.report.run_charts import series
 from toolkit.report.scores import OF_MODELS, OF_TARGETS, of_tokens
 from toolkit.report.teacher import NEARNESS
 
@@ -116,15 +118,16 @@ def comparison_text(compared: Comparison, columns: int = 80) -> Text:
 
 
 def comparison_page(compared: Comparison) -> str:
-    """The same as a page of its own, with the curves of all runs over each other."""
+    """The comparison as an HTML page, with the curves of all runs over each other."""
     records, names = compared.records, compared.names
 
     def curves(key: str, evaluations: bool = False) -> list[Series]:
-        return [
-            Series(name, x, y if evaluations else smooth(y), "points" if evaluations else "line", index + 1)
-            for index, (name, record) in enumerate(zip(names, records, strict=True))
-            for x, y in [_points(record.evaluations if evaluations else record.training, key)]
-        ]
+        if evaluations:
+            lines = [series(each.evaluations, key, name, "points") for name, each in zip(names, records, strict=True)]
+        else:
+            lines = [series(each.training, key, name, "line") for name, each in zip(names, records, strict=True)]
+            lines = [replace(line, y=smooth(line.y)) for line in lines]
+        return [replace(line, number=at) for at, line in enumerate(lines, start=1)]
 
     return page.render(
         "comparison.html.j2",
@@ -352,7 +355,7 @@ def _notices(records: Sequence[Record], order: Leading, names: Sequence[str]) ->
 
 
 def _held_out_tokens(records: Sequence[Record]) -> set[float]:
-    """Of how many tokens the runs' losses are."""
+    """The numbers of tokens over which the runs' held-out losses are means."""
     return {count for record in records if record.result for count in finite([record.result], "eval_tokens")}
 
 
@@ -376,7 +379,7 @@ def _first_loss(record: Record) -> float:
 
 
 def _newest(record: Record, key: str) -> float:
-    """Of the last steps, where a loss is the mean of a twentieth of them: one batch says little."""
+    """The newest value; for a loss the mean of the last twentieth of all steps, as one batch says little."""
     values = finite(record.training, key)
     if key == "loss" and values:
         return statistics.fmean(values[-max(1, len(values) // 20) :])
@@ -385,11 +388,6 @@ def _newest(record: Record, key: str) -> float:
 
 def _energy(record: Record) -> float:
     return _or_nan(record.manifest.measured.energy_kwh if record.manifest.measured else None)
-
-
-def _points(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    points = [(float(row["step"]), value) for row in rows if (value := number(row.get(key))) is not None]
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _or_nan(value: float | None) -> float:

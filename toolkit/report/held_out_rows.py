@@ -37,7 +37,7 @@ class Estimate(NamedTuple):
         return abs(self.value) > self.half
 
     def negative(self) -> Estimate:
-        """Of a loss that is minus a reward, the reward."""
+        """The negated estimate, for a loss that is minus a reward."""
         return Estimate(-self.value, self.half)
 
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""Which of several runs has the lowest held-out loss, and whether more than chance says so.
+"""Which of several runs has the lowest held-out loss, and whether the difference is more than chance.
 
 Runs that were evaluated on the same rows are compared row by row. The lowest is the best only where the interval of its
 difference from every other holds no zero; runs without figures of rows, such as those of older versions, are compared
@@ -53,7 +53,7 @@ class Leading:
         )
 
     def texts(self, missing: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Of each run the difference, after `≈` where its interval holds zero, and half the interval's width."""
+        """The difference of each run, after `≈` if its interval contains zero, and half the interval's width."""
         both = [
             (missing, missing) if each is None else (("" if each.is_certain else "≈ ") + texts[0], texts[1])
             for each in self.above

@@ -1,4 +1,4 @@
-"""The learning rate that a sweep of a small model found, offered for a larger one, with how sure it is.
+"""Transfers the best learning rate of a small model's sweep to a larger model, with an interval.
 
 Near its least the loss is a parabola over the logarithm of the learning rate, the same for every group of runs that
 differ in something else, such as the seed, but for a constant. Where it is least, and how sure that is, follows from
@@ -20,8 +20,8 @@ import numpy as np
 from toolkit.common import UserError
 
 SHARE = 0.9
-"""Of what an interval holds."""
-_DRAWS = 20_000
+"""Probability that an interval covers."""
+_DRAWS, _SEED = 20_000, 0
 _WANDERS = 0.5
 """Standard deviation of that change of an exponent. Llamas trained from scratch for 80 steps had 0.9 between hidden
 sizes of 64 and 192, and 1.6 between 192 and 384."""
@@ -62,12 +62,11 @@ class Estimate:
         return f"{middle:.2g} ({SHARE:.0%}: {low:.2g} to {high:.2g})"
 
 
-def best_rate(points: Sequence[Point], seed: int = 0) -> Estimate:
+def best_rate(points: Sequence[Point]) -> Estimate:
     """Where the loss of a sweep is least.
 
     Args:
         points: At least three rates.
-        seed: Of the draws.
 
     Raises:
         UserError: If the least is not between the rates, or nothing like a least is to be seen.
@@ -98,7 +97,7 @@ def best_rate(points: Sequence[Point], seed: int = 0) -> Estimate:
         raise UserError(
             "the losses near the best learning rate have no least between them", "sweep more rates or seeds"
         )
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(_SEED)
     if freedom < 1:
         # Three runs say nothing of their noise: anything between the neighbours may be the best.
         return Estimate(draw.uniform(math.log(rates[best - 1]), math.log(rates[best + 1]), _DRAWS))
@@ -133,8 +132,8 @@ def _levels(points: Sequence[Point], rates: Sequence[float]) -> np.ndarray:
     return np.linalg.lstsq(np.array(columns).T.astype(float), losses, rcond=None)[0][: len(rates)]
 
 
-def for_width(found: Sequence[tuple[int, Estimate]], width: int, seed: int = 0) -> Estimate:
-    """The same for a model of another width.
+def for_width(found: Sequence[tuple[int, Estimate]], width: int) -> Estimate:
+    """The best learning rate, estimated for a model of another width.
 
     Args:
         found: Hidden size of a model, and what its sweep found.
@@ -142,7 +141,7 @@ def for_width(found: Sequence[tuple[int, Estimate]], width: int, seed: int = 0) 
     """
     logs = np.log([size for size, _ in found])
     draws = np.array([estimate.draws for _, estimate in found])
-    far, draw = math.log(width), np.random.default_rng(seed + 1)
+    far, draw = math.log(width), np.random.default_rng(_SEED + 1)
     offered = draws.mean(0)
     if len(set(logs)) > 1:
         centered = logs - logs.mean()

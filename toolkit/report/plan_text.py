@@ -105,8 +105,9 @@ def _blocks(plan: Plan, columns: int, short: bool = False) -> dict[str, Text]:
     }
 
 
-def brief_text(plan: Plan, columns: int = 80) -> Text:
-    """What a run prints at its start."""
+def brief_text(plan: Plan) -> Text:
+    """What a run prints at its start, whose log may not know how wide a terminal is."""
+    columns = 80
     blocks = [_headline(plan, columns), _rows("", view.chosen_rows(plan), columns), memory_text(plan, columns)]
     return _lines(*(block for block in blocks if block))
 

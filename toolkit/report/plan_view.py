@@ -88,7 +88,7 @@ def _million_text(work: Work) -> str:
     return text if cost is None else f"{text}, which cost {money_text(cost)}"
 
 
-def rows_text(answers: int, texts: bool = False) -> tuple[str, str]:
+def rows_text(answers: int, texts: bool) -> tuple[str, str]:
     """What rows of so many sequences are called, and what follows a length that is one of each sequence.
 
     Args:
@@ -142,7 +142,7 @@ def serving_title(plan: Plan) -> str:
 
 
 def serving_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Of each form of the result: its bytes, those of a sequence, and how many of them are there at once."""
+    """For each form of the result: its bytes, those of a sequence, and how many sequences fit at once."""
     if plan.serving is None:
         return []
     cache = bytes_text(plan.serving.cache)

@@ -1,4 +1,4 @@
-"""What is said of the rewards of answers: in the terminal, in a report and in a model card."""
+"""Rewards of answers, as text for the terminal, the report and the model card."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ MARGIN = "_plus_minus"
 _KEY = "eval_reward"
 
 
+def mean_and_margin(row: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
+    """A mean of an evaluation and half the width of its 95% interval; None for what the row does not say."""
+    return number(row.get(key)), number(row.get(key + MARGIN))
+
+
 def held_out(row: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Of an evaluation: name, mean and half the interval of the whole reward, named ``, and of each of its parts."""
+    """Name, mean and half the interval of an evaluation's total reward, whose name is empty, and of each of its
+    parts."""
     if number(row.get(_KEY + MARGIN)) is None:  # Of preferences there are rewards, too, of another kind.
         return
     for key in row:
-        value, margin = number(row.get(key)), number(row.get(key + MARGIN))
+        value, margin = mean_and_margin(row, key)
         if key.startswith(_KEY) and value is not None and margin is not None:
             yield key.removeprefix(_KEY).removeprefix("_"), value, margin
 

@@ -22,22 +22,22 @@ _LOADS = {
 def charts_of(record: Record) -> list[dict[str, Any]]:
     """Those of a run, as far as it has come."""
     rows = record.training
-    held_out = _series(record.evaluations, "eval_loss", "held-out", "points")
+    held_out = series(record.evaluations, "eval_loss", "held-out", "points")
     memory_key = "device_memory_bytes" if finite(rows, "device_memory_bytes") else "memory_bytes"
     unit, unit_name = byte_unit(max(finite(rows, memory_key), default=0.0))
-    loads = [_series(rows, key, label, "line") for key, label in _LOADS.items()]
+    loads = [series(rows, key, label, "line") for key, label in _LOADS.items()]
     experts = [loads] if any(each.x for each in loads) else []
     return [
         chart("Loss", [*_smoothed(rows, "loss"), held_out], height=260, form=lambda value: f"{value:.4g}"),
         *_charts_of_answers(record),
-        chart("Learning rate", [_series(rows, "learning_rate", "", "line")], from_zero=True, form=rate_text),
+        chart("Learning rate", [series(rows, "learning_rate", "", "line")], from_zero=True, form=rate_text),
         chart(
             "Gradient norm before clipping", _smoothed(rows, "grad_norm"), from_zero=True, may_log=True, form=compact
         ),
         chart("Tokens per second", _smoothed(rows, "tokens_per_second"), from_zero=True, form=compact),
         chart(
             f"{'GPU' if memory_key.startswith('device') else 'Host'} memory, {unit_name}",
-            [_series(rows, memory_key, "memory", "line", unit)],
+            [series(rows, memory_key, "memory", "line", unit)],
             from_zero=True,
             form=lambda value: f"{value:.3g}",
         ),
@@ -54,10 +54,10 @@ def _charts_of_answers(record: Record) -> list[dict[str, Any]]:
         return _charts_of_teachers(record)
     if not finite(rows, "accuracy"):
         return []
-    accuracy = [*_smoothed(rows, "accuracy"), _series(record.evaluations, "eval_accuracy", "held-out", "points")]
+    accuracy = [*_smoothed(rows, "accuracy"), series(record.evaluations, "eval_accuracy", "held-out", "points")]
     if not finite(rows, "reward_margin"):
         return [chart("Share of " + record.accuracy_of, accuracy, form=lambda value: f"{value:.3g}")]
-    rewards = [_series(rows, f"reward_{name}", name, "line") for name in ("chosen", "rejected", "margin")]
+    rewards = [series(rows, f"reward_{name}", name, "line") for name in ("chosen", "rejected", "margin")]
     return [
         chart("Share of " + record.accuracy_of, accuracy, form=lambda value: f"{value:.3g}"),
         chart("Rewards of answers", rewards, form=lambda value: f"{value:.3g}"),
@@ -73,7 +73,7 @@ def _charts_of_teachers(record: Record) -> list[dict[str, Any]]:
         "cross_entropy": "Loss of the labels",
     }
     return [
-        chart(title, [*_smoothed(rows, key), _series(evaluations, f"eval_{key}", "held-out", "points")], form=_short)
+        chart(title, [*_smoothed(rows, key), series(evaluations, f"eval_{key}", "held-out", "points")], form=_short)
         for key, title in titles.items()
     ]
 
@@ -83,33 +83,34 @@ def _short(value: float) -> str:
 
 
 def _charts_of_rewards(record: Record) -> list[dict[str, Any]]:
-    """Of a training on rewards: the whole and its parts, how far answers to a prompt differ, and how long they are."""
+    """Charts of rewards: the total and its parts, how much answers to a prompt differ, and how long they are."""
     rows, evaluations = record.training, record.evaluations
     names = [key for key in rows[-1] if key.startswith("reward_") and f"{key}_std" in rows[-1]]
-    parts = [_series(rows, key, key.removeprefix("reward_"), "line") for key in names] if len(names) > 1 else []
-    spread = [_series(rows, "reward_std", "standard deviation", "line")]
+    parts = [series(rows, key, key.removeprefix("reward_"), "line") for key in names] if len(names) > 1 else []
+    spread = [series(rows, "reward_std", "standard deviation", "line")]
     shares = [("no_spread", "prompts without spread"), ("cut", "answers cut"), ("clipped", "tokens clipped")]
     form = _short
     return [
         chart(
-            "Reward", [*_smoothed(rows, "reward"), _series(evaluations, "eval_reward", "held-out", "points")], form=form
+            "Reward", [*_smoothed(rows, "reward"), series(evaluations, "eval_reward", "held-out", "points")], form=form
         ),
         *([chart("Rewards by part", parts, form=form)] if parts else []),
         chart("Reward among answers to a prompt", spread, from_zero=True, form=form),
-        chart("Shares", [_series(rows, key, name, "line") for key, name in shares], from_zero=True, form=form),
+        chart("Shares", [series(rows, key, name, "line") for key, name in shares], from_zero=True, form=form),
         chart("Tokens of an answer", _smoothed(rows, "answer_tokens"), from_zero=True, form=compact),
         *([chart("Divergence from the reference", _smoothed(rows, "kl"), form=form)] if finite(rows, "kl") else []),
     ]
 
 
-def _series(rows: Sequence[dict[str, Any]], key: str, label: str, style: Style, unit: float = 1.0) -> Series:
+def series(rows: Sequence[dict[str, Any]], key: str, label: str, style: Style, unit: float = 1.0) -> Series:
+    """One metric of a run over its steps, in units of `unit`; rows that have no number for it are left out."""
     points = [(float(row["step"]), value / unit) for row in rows if (value := number(row.get(key))) is not None]
     return Series(label, [x for x, _ in points], [y for _, y in points], style)
 
 
 def _smoothed(rows: Sequence[dict[str, Any]], key: str) -> list[Series]:
     """Every step faintly behind a smoothed line, or the steps alone when they are few."""
-    raw = _series(rows, key, "each step", "faint")
+    raw = series(rows, key, "each step", "faint")
     if len(raw.x) < FEWEST_TO_SMOOTH:
         return [Series("training", raw.x, raw.y)]
     return [raw, Series("smoothed", raw.x, smooth(raw.y))]

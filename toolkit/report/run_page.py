@@ -37,7 +37,8 @@ from toolkit.report import page, plan_page, plan_view, run_view
 from toolkit.report.charts import steps_text
 from toolkit.report.class_tables import class_tables
 from toolkit.report.evaluation import HEADS
-from toolkit.report.load import Manifest, Measured, Record, finite, number, read_run
+from toolkit.report.load import Record, finite, number, read_run
+from toolkit.report.manifest import Manifest, Measured
 from toolkit.report.page import Tile
 from toolkit.report.rewards import held_out
 from toolkit.report.run_charts import charts_of, rate_text

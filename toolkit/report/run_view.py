@@ -8,14 +8,15 @@ from typing import Any
 from toolkit.common import bytes_text, compact, seconds_text
 from toolkit.data.audit import Audit, Bucket, Lengths
 from toolkit.report import plan_view
-from toolkit.report.load import WARM_UP_STEPS, Machine, Manifest, Record, Speed, number
+from toolkit.report.load import WARM_UP_STEPS, Record, Speed, number
+from toolkit.report.manifest import Machine, Manifest
 from toolkit.report.plan_view import flops_text, pipeline_text
 
 Row = tuple[str, ...]
 
 
 def source_rows(audit: Audit) -> list[Row]:
-    """Of each source: name, format, rows read, rows used, and its share of the training rows."""
+    """Name, format, rows read, rows used and share of the training rows of each source."""
     return [
         (
             each.path if each.split == "train" else f"{each.path} [{each.split}]",
@@ -40,7 +41,7 @@ def length_text(lengths: Lengths, longest: str) -> str:
 
 
 def bars(histogram: list[Bucket]) -> list[tuple[str, str, float]]:
-    """Of each range of lengths: label, number of rows, and their share of the largest number."""
+    """Label, number of rows, and share of the largest number, for each range of lengths."""
     most = max((bucket.rows for bucket in histogram), default=0) or 1
     return [(f"{each.low:,}\N{EN DASH}{each.high:,}", f"{each.rows:,}", each.rows / most) for each in histogram]
 

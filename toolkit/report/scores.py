@@ -1,12 +1,11 @@
-"""Metrics of an evaluation beside its loss, all of which are better the higher they are: what they are called."""
+"""Names of the metrics of an evaluation beside its loss; all are better the higher they are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.report.load import number
-from toolkit.report.rewards import MARGIN
+from toolkit.report.rewards import mean_and_margin
 
 OF_TARGETS = {"eval_bleu": "BLEU", "eval_chrf": "chrF", "eval_exact_match": "exact match"}
 OF_VECTORS = {
@@ -16,7 +15,7 @@ OF_VECTORS = {
 """How often an anchor's positive is the nearest, or among the ten nearest, of all held-out candidates, the mean of 1 /
 its place, and how cosines agree with scores."""
 OF_MODELS = {"eval_macro_f1": "F1, mean of classes", "eval_entity_f1": "F1 of entities", **OF_VECTORS}
-"""Of classes and of vectors."""
+"""Metrics of classes and of vectors."""
 
 
 def of_tokens(row: Mapping[str, Any]) -> bool:
@@ -31,7 +30,7 @@ def vector_text(row: Mapping[str, Any]) -> str:
 
 def score_text(row: Mapping[str, Any], key: str) -> str:
     """`0.812`, with half the width of its 95% interval where that is known: `0.812 ± 0.031`."""
-    value, margin = number(row.get(key)), number(row.get(key + MARGIN))
+    value, margin = mean_and_margin(row, key)
     if value is None:
         return ""
     return f"{value:.3f}" + ("" if margin is None else f" ± {margin:.3f}")

@@ -1,4 +1,4 @@
-"""What to type next of a trained model: the lines that talk with it, score it, and serve it by vLLM and Transformers.
+"""Commands to use a trained model: talk with it, score it, and serve it with vLLM or Transformers.
 
 In one place for the end of a run, its report and its model card, and for what is merged and exported. An adapter is
 served on its base where vLLM can do that; else it is merged first, which the toolkit proves equal. Heads and vectors
@@ -30,7 +30,7 @@ _SERVED_BY_VLLM = (None, "int4")
 
 
 def next_steps(run: Path, recipe: Recipe) -> list[tuple[str, str]]:
-    """Of a finished run: what for, and the line to type."""
+    """Purpose and command of each next step after a finished run."""
     place, final = str(run), run / "final"
     lines = [] if recipe.headed else [("talk with it", _line("toolkit", "chat", place))]
     if recipe.headed:
@@ -97,7 +97,7 @@ def pooling_line(recipe: Recipe, model: str, name: str) -> str:
     return _line(*words, *_settings(recipe, "--default-chat-template-kwargs"))
 
 
-def asking_line(recipe: Recipe, model: str, chat: bool = False) -> str:
+def asking_line(recipe: Recipe, model: str, chat: bool) -> str:
     """Asks a whole model with a head, or one of vectors, about a text.
 
     Args:

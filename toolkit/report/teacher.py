@@ -1,20 +1,19 @@
-"""What is said of how near a student is to its teacher: in the terminal, in a report and in a model card."""
+"""How near a student is to its teacher, as text for the terminal, the report and the model card."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.report.load import number
-from toolkit.report.rewards import MARGIN
+from toolkit.report.rewards import mean_and_margin
 
 NEARNESS = {"eval_kl": "KL(teacher || student)", "eval_agreement": "same next token as the teacher"}
 """Keys of evaluations that have 95% intervals, and what they are."""
 
 
 def nearness(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Of an evaluation: what `NEARNESS` names with half the width of its interval; empty without a teacher."""
-    found = {key: (number(row.get(key)), number(row.get(key + MARGIN))) for key in NEARNESS}
+    """The metrics of an evaluation in `NEARNESS`, each with half the width of its interval; empty without a teacher."""
+    found = {key: mean_and_margin(row, key) for key in NEARNESS}
     return {key: (mean, half) for key, (mean, half) in found.items() if mean is not None and half is not None}
 
 
@@ -24,5 +23,5 @@ def nearness_text(key: str, mean: float, half: float) -> str:
 
 
 def teacher_text(row: Mapping[str, Any]) -> str:
-    """Both in a line; empty without a teacher."""
+    """Both metrics in one line; empty without a teacher."""
     return ", ".join(f"{NEARNESS[key]} {nearness_text(key, *each)}" for key, each in nearness(row).items())

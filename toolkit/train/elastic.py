@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer_pt_utils import safe_globals
 
 from toolkit.common import UserError
+from toolkit.models.adapted_layers import saved_names
 from toolkit.models.layer_sums import dividing
 from toolkit.models.parts import is_part, part_of, whole_shape
 from toolkit.models.pipeline import chain, draw_apart
@@ -109,7 +110,7 @@ def restore(trainer: Any, checkpoint: Path) -> None:
         order = [[names[each] for each in group["params"]] for group in trainer.optimizer.param_groups]
     # Under ZeRO-3 a parameter itself is empty.
     numbers = {name: getattr(each, "ds_numel", whole_shape(each).numel()) for name, each in model.named_parameters()}
-    aliases = _aliases(model)
+    aliases = saved_names(model)
     if own := chain():
         names = {parameter: own.name(name) for parameter, name in names.items()}
         order, aliases = whole_groups(order, own), own.aliases
@@ -159,19 +160,6 @@ def restore_random_numbers(checkpoint: Path, rank: int, processes: int) -> bool:
         states = state["cuda"] if isinstance(state["cuda"], list) else [state["cuda"]]
         torch.cuda.set_rng_state(states[torch.cuda.current_device() % len(states)])
     return True
-
-
-def _aliases(model: Any) -> dict[str, str]:
-    """Names of trained parameters to those under which PEFT saves them; empty without adapters."""
-    if not hasattr(model, "peft_config"):
-        return {}
-    from peft import get_peft_model_state_dict
-
-    # Also what is shared, by every name of it.
-    trained = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
-    saved = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
-    names = {id(each): name for name, each in saved.items()}
-    return {name: names[id(each)] for name, each in trained.items() if id(each) in names}
 
 
 def _into_parameters(optimizer: Any, names: dict[Any, str], saved: SavedState, chosen: list[int]) -> None:

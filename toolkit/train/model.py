@@ -20,7 +20,7 @@ from toolkit.models.pipeline import elsewhere, split_layers
 from toolkit.models.special_tokens import take_tokens
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.recipe.precisions import FP8_SCALING
-from toolkit.report.load import Parameters
+from toolkit.report.manifest import Parameters
 from toolkit.report.terminal import Progress
 from toolkit.train import agreed
 from toolkit.train.batching import share

@@ -20,7 +20,7 @@ from toolkit.planner.hardware import Hardware, once_measured
 from toolkit.planner.launch import launched_on
 from toolkit.planner.plan import Plan, UnknownSize
 from toolkit.recipe import Loaded, model_configs
-from toolkit.report.load import Measured
+from toolkit.report.manifest import Measured
 from toolkit.report.plan_view import change_text, fit_text
 from toolkit.train.process import peak_host_bytes
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import secrets
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from safetensors.torch import save
 from transformers import TrainerCallback
 
 from toolkit.cache import cache_dir, find, writable
-from toolkit.common import UserError
+from toolkit.common import UserError, content_hash
 from toolkit.files import write_atomically
 from toolkit.models import device
 from toolkit.models.layer_sums import dividing
@@ -98,7 +97,7 @@ def _key(session: Session) -> str:
         "drawn": hashlib.sha256(_drawn(session).tobytes()).hexdigest(),
         "device": device.kind(),
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    return content_hash(content)[:32]
 
 
 def _drawn(session: Session, step: int = 0) -> NDArray[np.int64]:

@@ -11,7 +11,6 @@ import datetime
 import hashlib
 import importlib.metadata
 import itertools
-import json
 import os
 import platform
 import shlex
@@ -30,13 +29,14 @@ from filelock import Timeout
 from pydantic import TypeAdapter
 
 from toolkit.cache import LOCK, locked
-from toolkit.common import UserError
+from toolkit.common import UserError, content_hash
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.files import remove_partial, set_aside, write_json
 from toolkit.recipe import Loaded, Recipe, files
 from toolkit.recipe.teaching import of_teacher
-from toolkit.report.load import Manifest, read_manifest
+from toolkit.report.load import read_manifest
+from toolkit.report.manifest import Manifest
 from toolkit.seal import damage
 from toolkit.train import checkpoint
 from toolkit.train.continued import MANIFEST, RESERVED, used
@@ -221,7 +221,7 @@ def recipe_hash(recipe: Recipe) -> str:
     unread |= set() if recipe.writes else {"rollout"}
     unread |= set() if recipe.distills else {"distillation"}
     content = _with_effect(dict(flat(recipe.model_dump(exclude=unread))))
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return content_hash(content)[:16]
 
 
 def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:

@@ -25,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from toolkit.common import UserError, in_background
-from toolkit.report.load import Published
+from toolkit.report.manifest import Published
 from toolkit.seal import fault
 from toolkit.train import snapshots
 from toolkit.train.session import Session

@@ -36,7 +36,7 @@ from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded
 from toolkit.recipe.model_configs import BUILTIN_MODELS
 from toolkit.report.card import write_card
-from toolkit.report.load import Measured
+from toolkit.report.manifest import Measured
 from toolkit.report.plan_view import energy_text
 from toolkit.report.rewards import reward_text
 from toolkit.report.run_page import write_report

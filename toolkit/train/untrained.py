@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import time
@@ -23,6 +22,7 @@ from accelerate.utils import broadcast_object_list
 
 import toolkit
 from toolkit.cache import cache_dir, find, keep
+from toolkit.common import content_hash
 from toolkit.data.rewards import file_hashes
 from toolkit.models import device
 from toolkit.train.evaluate import Evaluated, before_training, evaluate, session_answers
@@ -129,7 +129,7 @@ def _key(session: Session, what: str) -> str:
         "versions": [_FORMAT, toolkit.__version__, *(importlib.metadata.version(each) for each in _LIBRARIES)],
         "recipe": recipe.model_dump(mode="json", exclude=_IN_OTHER_WORDS | _OF_TRAINING),
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    return content_hash(content)[:32]
 
 
 def _device() -> list[Any]:

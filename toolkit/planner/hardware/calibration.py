@@ -50,7 +50,7 @@ class Layers(Section):
     bandwidth: PositiveFloat
     """Bytes/s read and written by all other operations."""
     launch_seconds: PositiveFloat
-    """Of one counted operation, with the views, casts and autograd nodes around it."""
+    """Seconds of one counted operation, with the views, casts and autograd nodes around it."""
     attention: dict[str, dict[PositiveInt, PositiveFloat]]
     """FLOP/s of attention, forward and backward, by backend and tokens of a row; a mask counts for nothing. Of
     `DOCUMENTS` by tokens of a document, a causal mask counts half."""
@@ -62,13 +62,13 @@ class Calibration(Section):
     device: str
     """Name in the catalogue, or made of what the driver reports."""
     title: str
-    """As the driver reports it."""
+    """The device's name as the driver reports it."""
     processes: int
     """Processes that measured `link` and `network`."""
     date: str
     """Day."""
     versions: dict[str, str]
-    """Of torch, CUDA and the driver."""
+    """Versions of torch, CUDA and the driver."""
     matmul: dict[Dtype, Figure] = Field(default_factory=dict)
     """FLOP/s of matrix products, by dtype: of layers of three widths."""
     attention: dict[Dtype, Figure] = Field(default_factory=dict)
@@ -86,7 +86,7 @@ class Calibration(Section):
     launch_seconds: Figure | None = None
     """Python and dispatch of one operation, seconds."""
     layers: dict[Dtype, Layers] = Field(default_factory=dict)
-    """Of a CPU, in place of products, attention, bandwidth and launches."""
+    """Figures of a CPU, in place of products, attention, bandwidth and launches."""
     layers_version: int = 0
     """Which `LAYERS_VERSION` measured them."""
     busy: bool = False

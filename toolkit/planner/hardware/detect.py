@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pynvml
 
-from toolkit.common import UserError, bytes_text
+from toolkit.common import UserError, bytes_text, usable_cores
 from toolkit.models.compilers import missing
 from toolkit.planner.hardware.catalogue import document, known
 from toolkit.planner.hardware.host_memory import host_memory, read_text
@@ -74,7 +74,7 @@ def nvidia(environment: Mapping[str, str]) -> list[Gpu]:
 
 
 def answering(names: Sequence[str]) -> list[str]:
-    """Of NVIDIA's GPUs, named as in `CUDA_VISIBLE_DEVICES`, those that the driver has not lost."""
+    """Those of these NVIDIA GPUs, named as in `CUDA_VISIBLE_DEVICES`, that the driver can still reach."""
 
     def answers(name: str) -> bool:
         try:
@@ -98,7 +98,7 @@ def answering(names: Sequence[str]) -> list[str]:
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver; `unknown` where it does not answer."""
+    """Version of NVIDIA's driver; `unknown` if it does not answer."""
     try:
         pynvml.nvmlInit()
         try:
@@ -275,7 +275,7 @@ def cpu(processes: int) -> Hardware:
 def host(processes: int) -> Node:
     """This machine around its devices, for so many processes; network and drives are guessed, their size is not
     known."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     physical = min(psutil.cpu_count(logical=False) or cores, cores)
     memory = host_memory(processes)
     own = {"ram": memory.bytes, "ram_limit": memory.limit, "cores": physical, "nvme_bytes": None}

@@ -36,7 +36,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ROWS, _FEW = (4, 160), (1, 4)
 """Rows and tokens of each: of a micro-batch, and of what takes only launches."""
 _LENGTHS = (32, 64, 128, 256, 512, 1024)
-"""Of rows, for which attention is measured; the longest are of a batch of one."""
+"""Lengths of rows for which attention is measured; the longest have a batch of one."""
 _MODEL = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
 """The layers of SmolLM2-135M, the smallest model that is trained on CPUs."""
 _KERNELS: dict[str, Callable[..., Any]] = {
@@ -189,16 +189,15 @@ class _Layers:
         pairs = batch * length**2 / (2 if name == DOCUMENTS else 1)
         return 3 * 4.0 * heads * pairs * size / self._seconds(work)
 
-    def _seconds(self, work: Work, seconds: float | None = None) -> float:
+    def _seconds(self, work: Work) -> float:
         """Seconds of one of at least three repetitions after one to warm up; of one thread its processor's.
 
         Their mean: what delays some of them, a training's steps meet as often.
         """
-        seconds = self.seconds if seconds is None else seconds
         clock = _clock()
         work()
         times: list[float] = []
-        end = time.perf_counter() + seconds
+        end = time.perf_counter() + self.seconds
         while len(times) < 3 or (time.perf_counter() < end and len(times) < 1000):
             started = clock()
             work()
@@ -222,7 +221,7 @@ def _profiled(layers: Work) -> tuple[float, float, float]:
 
 
 def _clock() -> Callable[[], float]:
-    """Of one thread its processor's: it may wait for other programs."""
+    """A clock in seconds: processor time if there is one thread, as it may wait for other programs."""
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 

@@ -28,7 +28,7 @@ _SHORTER = 1.25
 Kind = Literal["cuda", "rocm", "cpu"]
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 End = Literal["value", "low", "high"]
-"""Of a rate, the best guess or an end of its range."""
+"""The best guess of a rate, or an end of its range."""
 
 
 @dataclass(frozen=True)

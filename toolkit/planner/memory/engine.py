@@ -69,11 +69,16 @@ class Engine:
         """Elements of the largest parameter."""
         return max((each.numel for each in self.trace.tensors if each.trained or not trained), default=0)
 
+    @property
+    def kept_by_all(self) -> Amount:
+        """Activations at the end of the forward pass, when every layer keeps its own: those per layer are what each
+        keeps."""
+        ends = [each.activations for each in self.trace.moments if each.place == "head" and each.phase != "evaluation"]
+        return max(ends, key=lambda each: each.at(self.shape), default=Amount())
+
     def kept(self, moment: Moment, layers: float) -> Moment:
         """Between two layers: what that many layers keep for the backward pass, and no layer's temporary tensors."""
-        # At the end of the forward pass all layers do, and what grows with their number is what each keeps.
-        ends = [each.activations for each in self.trace.moments if each.place == "head" and each.phase != "evaluation"]
-        fullest = max(ends, key=lambda each: each.at(self.shape), default=Amount())
+        fullest = self.kept_by_all
         activations = Amount(tuple(layers * value for value in fullest.per_layer), block=fullest.block)
         return dataclasses.replace(moment, activations=activations, casts=Amount(), logits=Amount())
 

@@ -34,8 +34,7 @@ class Fsdp(Engine):
         self.divides, self.keeps = self.over.parameters > 1, not reshards_after_forward(self.recipe)
         self.unit = self._gathered("layer") / max(1, self.trace.layers)
         self.staying = self.unit if self.keeps else 0.0
-        own_head = any(each.place == "head" and len(each.shape) > 1 for each in self.trace.tensors)
-        self.tail = self._gathered("head") if own_head else 0.0
+        self.tail = self._gathered("head") if self.trace.own_head else 0.0
         embeddings = self._gathered("embeddings", "other")
         self.tied, self.front = (0.0, embeddings) if self.tail else (embeddings, 0.0)
 

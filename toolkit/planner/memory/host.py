@@ -22,7 +22,7 @@ _PROCESS, _COLLECTIVES = 1_200 * 2**20, 1_200 * 2**20
 """Resident memory of a process on a GPU beside what is listed: Python, torch, the host's side of CUDA, Transformers,
 TRL, the tokenizer, pages of the data (1.0 to 1.4 GiB on an H100); and of NCCL (1.1 to 1.2 GiB)."""
 CPU_PROCESS = 600 * 2**20
-"""The same where there is no CUDA; 0.55 GiB were measured."""
+"""Resident memory of a process without CUDA; 0.55 GiB were measured."""
 _KERNELS = 100 * 2**20
 """Those that oneDNN compiles for rows of some lengths; 0.1 to 0.3 GiB were measured of many lengths."""
 _WORKER = 50 * 2**20

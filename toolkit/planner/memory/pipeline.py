@@ -107,8 +107,7 @@ class Piped(Engine):
     def _kept(self, layers: float, last: bool) -> float:
         """Bytes that so many layers keep of a micro-batch, and what is beside them: positions, masks and, at the last,
         what the final norm keeps."""
-        ends = [each for each in self.trace.moments if each.place == "head" and each.phase != "evaluation"]
-        fullest = max((each.activations for each in ends), key=lambda each: each.at(self.shape), default=Amount())
+        fullest = self.kept_by_all
         inside = Amount(tuple(layers * value for value in fullest.per_layer), block=fullest.block).at(self.shape)
         beside = Amount(fullest.fixed, block=fullest.block).at(self.shape)
         if not last:

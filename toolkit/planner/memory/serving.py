@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit.planner.memory.states import stored_bytes
 from toolkit.planner.plan import Served, Serving
+from toolkit.planner.trace.analytic import stated
 from toolkit.planner.trace.types import Shape, Trace
 from toolkit.recipe import model_configs
 from toolkit.recipe.schema import Method
@@ -66,19 +67,19 @@ def _cache_bytes(config: Mapping[str, Any], context: int) -> int:
     that attend to an encoder keep the keys and values of a source as long as the context.
     """
     text = model_configs.text_config(config)
-    heads = _first(text, "decoder_attention_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
-    hidden = _first(text, "hidden_size", "d_model", "n_embd", "dim")
+    heads = stated(text, "decoder_attention_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
+    hidden = stated(text, "hidden_size", "d_model", "n_embd", "dim")
     crossing = model_configs.is_encoder_decoder(config)
-    decoder = _first(text, "decoder_layers", "num_decoder_layers") if crossing else None
-    layers = decoder or _first(text, "num_layers", "num_hidden_layers", "n_layer", "n_layers")
+    decoder = stated(text, "decoder_layers", "num_decoder_layers") if crossing else None
+    layers = decoder or stated(text, "num_layers", "num_hidden_layers", "n_layer", "n_layers")
     if not (heads and layers and hidden):
         return 0
     if latent := text.get("kv_lora_rank"):
         width = int(latent) + int(text.get("qk_rope_head_dim") or 0)
     else:
         shared = 1 if text.get("multi_query") and not text.get("new_decoder_architecture") else None
-        shared = shared or _first(text, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
-        width = 2 * shared * int(_first(text, "head_dim", "d_kv") or hidden // heads)
+        shared = shared or stated(text, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
+        width = 2 * shared * (stated(text, "head_dim", "d_kv") or hidden // heads)
     return _WIDTH * width * layers * context * (2 if crossing else 1)
 
 
@@ -105,9 +106,3 @@ def _served(form: str, weights: int, per_sequence: int, activations: float, memo
         sequences=max(0, int(room(1) // per_sequence)),
         devices=next((count for count in _DEVICES if room(count) >= per_sequence), None),
     )
-
-
-def _first(text: Mapping[str, Any], *keys: str) -> int | None:
-    """The first that is stated; of a list, which has an entry for each layer, the largest."""
-    value = next((text[key] for key in keys if text.get(key)), None)
-    return None if value is None else int(max(value) if isinstance(value, list) else value)

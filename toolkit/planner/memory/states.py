@@ -181,7 +181,7 @@ def weights(workload: Workload, tensors: Iterable[Tensors], width: int | None = 
 
 
 def gathered(workload: Workload, tensors: Iterable[Tensors], width: int | None = None) -> float:
-    """The same without what no engine divides."""
+    """Bytes of whole parameters, without the constants of quantization, which no engine divides."""
     double = workload.recipe.method.double_quantization
     return sum(each.count * (stored(workload, each, width) - _scales(each, double)) for each in tensors)
 

@@ -53,7 +53,7 @@ def compared(workload: Workload) -> float:
     beside = (_MIXED if 0 < settings.beta < 1 else _COMPARED) + _APART * apart
     # Logits are compared in fp32, of which those in 16 bits are copied.
     entry = beside + width + (WIDTH["float32"] if width < WIDTH["float32"] else 0)
-    head = [each for each in workload.trace.tensors if each.place == "head" and len(each.shape) == 2]
-    head = head or [each for each in workload.trace.tensors if each.place == "embeddings" and len(each.shape) == 2]
+    trace = workload.trace
+    head = trace.own_head or [each for each in trace.tensors if each.place == "embeddings" and len(each.shape) == 2]
     gradient = max((each.numel for each in head if each.trained), default=0) * WIDTH["float32"]
     return chunk * entries * entry + gradient + workload.trace.boundary.at(workload.shape)

@@ -125,7 +125,7 @@ class Step:
         taught = workload.teacher
         self._teacher = Step(taught, load, (), end, taught.experts) if taught else None
         every, strategy = self._layout.gradient_accumulation_steps, workload.strategy
-        on_host = strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none")
+        on_host = strategy.steps_on_host
         fused = FUSED_ON_CPU if self._hardware.device.kind == "cpu" else FUSED
         left = fused[end] if self._recipe.compiles_layers else 1.0
         again = {"backward": workload.written_again}
@@ -255,10 +255,10 @@ class Step:
             return 1.0
         half, (count, active) = getattr(rate, self._end), self._experts
         chunk = head_chunk(self._trace.vocabulary, WIDTH[self._workload.types.compute], self._workload.on_cpu)
-        head = any(each.place == "head" and len(each.shape) == 2 for each in self._trace.tensors)
+        own_head = bool(self._trace.own_head)
         work = seconds = 0.0
         for each in self._trace.tensors:
-            lookup = each.place == "embeddings" and head
+            lookup = each.place == "embeddings" and own_head
             if len(each.shape) < 2 or not each.numel or each.kind == "adapter" or lookup:
                 continue
             share = active / count if each.shape[0] == count > 1 else 1.0
@@ -370,5 +370,5 @@ def _overlapped(kernels: float, launches: float) -> float:
 
 
 def product_speed(*sides: float, half: float) -> float:
-    """Of a matrix product, as a share of that of an endless one."""
+    """Speed of a matrix product, as a share of that of an infinitely large one."""
     return math.prod(side / (side + half) for side in sides)

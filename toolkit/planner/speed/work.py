@@ -29,7 +29,7 @@ COMPILE_SECONDS = {"value": 20.0, "low": 5.0, "high": 60.0}
 """What compiling the layers takes, once: 13 s for each graph on an H100's host of 16 cores (LoRA on 1.2B and 8B); less
 where the cache knows them, more where layers differ."""
 COMPILE_SECONDS_ON_CPU = {"value": 30.0, "low": 3.0, "high": 90.0}
-"""The same on a CPU: 29 s of processor time for SmolLM2-135M on two cores with AVX2, 3 s where the cache knows it."""
+"""Seconds to compile on a CPU: 29 s of processor time for SmolLM2-135M on two cores with AVX2, 3 s if cached."""
 CHINCHILLA = 20
 """Training tokens per parameter at which a budget of compute is spent best (Hoffmann et al. 2022)."""
 
@@ -127,7 +127,7 @@ def work(
 def _slowest(
     workload: Workload, load: Load, boundary: float, experts: tuple[int, int]
 ) -> tuple[Workload, list[Transfer]]:
-    """Of the processes of a pipeline the one that all wait for, and what it sends; without one what every rank does."""
+    """The slowest process of a pipeline, and what it sends; without a pipeline, what every rank does."""
     every = [(each, transfers(each, boundary, load.padded, load.scored)) for each in processes(workload)]
     if len(every) == 1:
         return every[0]

@@ -46,19 +46,19 @@ def estimated(setting: Setting, note: str) -> Trace:
 
 def _estimated(setting: Setting, note: str) -> Trace:
     text = dict(model_configs.text_config(setting.config))
-    hidden, depth, vocab = (_find(text, *keys, default=0) for keys in (_HIDDEN, _LAYERS, ("vocab_size",)))
+    hidden, depth, vocab = (stated(text, *keys) or 0 for keys in (_HIDDEN, _LAYERS, ("vocab_size",)))
     crossing = depth if model_configs.is_encoder_decoder(setting.config) else 0
-    layers = crossing + _find(text, *_ENCODER, default=depth) if crossing else depth
+    layers = crossing + (stated(text, *_ENCODER) or depth) if crossing else depth
     if not (hidden and layers and vocab):
         raise UnknownSize(
             f"this model cannot be planned: its config states no hidden size, layers or vocabulary, and its code could "
             f"not be traced: {textwrap.shorten(note, 200, placeholder=' …')}",
             "set model.path to a language model that Transformers can build",
         )
-    inner = _find(text, *_INNER, default=4 * hidden)
-    heads = _find(text, *_HEADS, default=max(1, hidden // 64))
-    head_dim = _find(text, "head_dim", "d_kv", default=hidden // heads)
-    kv_heads = _find(text, "num_key_value_heads", default=heads)
+    inner = stated(text, *_INNER) or 4 * hidden
+    heads = stated(text, *_HEADS) or max(1, hidden // 64)
+    head_dim = stated(text, "head_dim", "d_kv") or hidden // heads
+    kv_heads = stated(text, "num_key_value_heads") or heads
     experts, active = model_configs.experts(setting.config)
     inner = int(text.get("moe_intermediate_size") or inner) if experts > 1 else inner
 
@@ -126,10 +126,10 @@ _HEADS = ("decoder_attention_heads", "num_attention_heads", "n_head", "num_heads
 _INNER = ("intermediate_size", "decoder_ffn_dim", "d_ff", "n_inner", "ffn_dim")
 
 
-def _find(config: Mapping[str, Any], *keys: str, default: int = 1) -> int:
-    """The first that is stated; of a list, which has an entry for each layer, the largest."""
-    value = next((config[key] for key in keys if config.get(key)), default)
-    return int(max(value) if isinstance(value, list) else value)
+def stated(config: Mapping[str, Any], *keys: str) -> int | None:
+    """The number of the first of these keys that is set; of a list, which has an entry for each layer, the largest."""
+    value = next((config[key] for key in keys if config.get(key)), None)
+    return None if value is None else int(max(value) if isinstance(value, list) else value)
 
 
 def _tensors(

@@ -40,12 +40,12 @@ _ALWAYS = 4
 _LIMIT = 60
 """Seconds of processor time; models of 70 billion parameters take 20."""
 _DIVIDES = "aot_eager_decomp_partition"
-"""Of torch's compilers the one that keeps for the backward pass what Inductor does, and compiles nothing."""
+"""The torch backend that keeps for the backward pass what Inductor keeps, and compiles nothing."""
 _SHORT = 24
 """Tokens of a row that is shorter than the blocks of any model."""
 _ACTIVATIONS, _CHUNKS, _GRADIENTS = map(CATEGORIES.index, ("activations", "chunks", "gradients"))
 NO_VOCABULARY = HeadChoice()
-"""Of models without an output head there is nothing to choose."""
+"""The choice for models without an output head."""
 _caches_before: dict[tuple[str, str], tuple[Cache, ...] | None] = {}
 # Of micro-batches for which the peak is looked for; each is some operation's, and that operation's amounts are kept.
 _SHAPES = [(batch, length) for batch in (1, 8, 64, 512) for length in (16, 128, 1024, 8192, 65536)]

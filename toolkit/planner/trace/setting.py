@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from toolkit.common import content_hash
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention
@@ -125,11 +124,11 @@ class Setting:
             if not content[way]:
                 del content[way]  # As above.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
-        return _hash(content)
+        return content_hash(content)[:24]
 
     def architecture(self) -> str:
         """A name for the model's architecture alone."""
-        return _hash(dict(self.config))
+        return content_hash(dict(self.config))[:24]
 
 
 def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: str, layout: BatchLayout) -> Setting:
@@ -196,7 +195,3 @@ def _layout(recipe: Recipe, backend: str) -> Layout:
 def _versions() -> dict[str, str]:
     """Of what is traced, without the last number: a repair changes no memory worth a new trace."""
     return {name: ".".join(importlib.metadata.version(name).split(".")[:2]) for name in _LIBRARIES}
-
-
-def _hash(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]

@@ -52,7 +52,7 @@ def attention_flops(q: Any, k: Any, v: Any) -> int:
 
 @register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
 def forward_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
-    """Of the forward pass."""
+    """FLOPs of the forward pass."""
     return attention_flops(q, k, v)
 
 
@@ -230,7 +230,7 @@ class Tracker(TorchDispatchMode):
 
 
 class CompiledTracker(Tracker):
-    """The same where layers are compiled, which torch's compiler refuses within any other mode."""
+    """A tracker for compiled layers, which torch's compiler refuses within any other mode."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

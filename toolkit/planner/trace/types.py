@@ -231,7 +231,7 @@ class Trace:
     fused_head: bool = True
 
     def whole(self) -> Trace:
-        """The same with all parts of divided parameters in one, as they are saved."""
+        """The trace with divided parameters whole again, as they are saved."""
 
         def joined(each: Tensors) -> Tensors:
             return dataclasses.replace(each, shape=(each.parts * each.shape[0], *each.shape[1:]), parts=1)
@@ -270,9 +270,14 @@ class Trace:
 
     @functools.cached_property
     def peaks(self) -> tuple[float, ...]:
-        """The same of short rows and of long ones, by which traces of one model are compared."""
+        """`peak` for short and for long rows, by which traces of one model are compared."""
         shapes = (Shape(self.layers, *each) for each in _COMPARED)
         return tuple(self.peak(shape, phase) for shape in shapes for phase in ("forward", "backward"))
+
+    @property
+    def own_head(self) -> list[Tensors]:
+        """The weights of the output head; empty where it is tied to the embeddings."""
+        return [each for each in self.tensors if each.place == "head" and len(each.shape) > 1]
 
     @property
     def vocabulary(self) -> int:

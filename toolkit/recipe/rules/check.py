@@ -15,6 +15,7 @@ from toolkit.recipe.base import Section
 from toolkit.recipe.errors import COMMAND_LINE, ENOUGH, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.module_names import name_problems, whole_numbers
+from toolkit.recipe.parallel import STRATEGIES
 from toolkit.recipe.precisions import PRECISIONS
 from toolkit.recipe.problem import Problem
 from toolkit.recipe.rules.distillation import DISTILLATION_RULES, distillation_figures
@@ -42,7 +43,7 @@ from toolkit.recipe.rules.training import (
 )
 from toolkit.recipe.rules.unusual import UNUSUAL_RULES, adapter_scale, end_of_decay
 from toolkit.recipe.schema import Recipe, sections
-from toolkit.recipe.sections import SCHEDULES, STRATEGIES
+from toolkit.recipe.sections import SCHEDULES
 from toolkit.recipe.time_limit import TimeLimit
 
 _SECONDS = 10.0

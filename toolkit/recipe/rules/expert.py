@@ -1,4 +1,4 @@
-"""Rules on experts that are divided over processes."""
+"""Rules on expert parallelism."""
 
 from __future__ import annotations
 

@@ -107,10 +107,6 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
 """Why all other settings are refused."""
 
 
-def _on_drive(recipe: Recipe) -> bool:
-    return "nvme" in (recipe.strategy.offload_optimizer, recipe.strategy.offload_param)
-
-
 _ARGUMENTS = "training_arguments"
 _WORKERS = ("dataloader_prefetch_factor", "dataloader_persistent_workers")
 _OF_STAGE_3 = ("*.stage3_*", "*.leaf_module.*", "*.zero_hpz_partition_size")
@@ -128,7 +124,7 @@ _READ_BY: tuple[tuple[str, tuple[str, ...], Callable[[Recipe], object], str], ..
         "strategy=zero2_offload",
     ),
     ("deepspeed", ("*.offload_param.*",), lambda r: r.strategy.offload_param != "none", "strategy=zero3_offload"),
-    ("deepspeed", ("aio.*",), _on_drive, "strategy=zero3_nvme"),
+    ("deepspeed", ("aio.*",), lambda r: r.strategy.uses_nvme, "strategy=zero3_nvme"),
     (_ARGUMENTS, ("ddp_[!t]*",), lambda r: r.strategy.name in ("single", "ddp"), "strategy.name=ddp"),
     (_ARGUMENTS, ("trackio_*", "project"), lambda r: "trackio" in r.logging.trackers, "logging.trackers=[trackio]"),
     (_ARGUMENTS, ("router_aux_loss_coef",), lambda r: r.objective != "seq2seq", "objective=sft"),

@@ -1,4 +1,4 @@
-"""Keys that the rest of the recipe leaves without effect, though whoever wrote one expects something of it.
+"""Keys that have no effect because of the rest of the recipe, although whoever set one expects something of it.
 
 Only values that differ from the default count, so that an option may state a default. A limit of what is switched off
 is no more than warned of: `data.eval_split=null` on the command line is enough. What strategies and adapters ignore

@@ -1,4 +1,4 @@
-"""Rules on what beside rows is divided over processes."""
+"""Rules on groups of processes that share rows or divide layers."""
 
 from __future__ import annotations
 

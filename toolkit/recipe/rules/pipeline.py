@@ -1,4 +1,4 @@
-"""Rules on layers that are spread over processes, one run of them after the other."""
+"""Rules on pipeline parallelism."""
 
 from __future__ import annotations
 

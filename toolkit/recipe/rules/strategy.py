@@ -1,4 +1,4 @@
-"""Rules on strategies: what an engine cannot do with the rest of the recipe, or would do otherwise than was asked."""
+"""Rules on strategies: what an engine cannot do with the rest of the recipe, or would do differently than asked."""
 
 from __future__ import annotations
 
@@ -38,10 +38,6 @@ def foreign_keys(recipe: Recipe) -> list[str]:
     others = {key for key, names in KEYS.items() if recipe.strategy.name not in names}
     others -= {"offload_optimizer"} if recipe.strategy.name == "fsdp" else set()
     return [key for key in recipe.strategy.changed() if key in others]
-
-
-def _nvme(recipe: Recipe) -> bool:
-    return "nvme" in (recipe.strategy.offload_optimizer, recipe.strategy.offload_param)
 
 
 def _offloads(recipe: Recipe) -> bool:
@@ -102,13 +98,13 @@ STRATEGY_RULES = {
     ),
     "nvme-needs-path": Rule(
         "strategy.nvme_path",
-        lambda r, _: r.strategy.zero_stage == 3 and _nvme(r) and not r.strategy.nvme_path,
+        lambda r, _: r.strategy.zero_stage == 3 and r.strategy.uses_nvme and not r.strategy.nvme_path,
         "offloading to NVMe needs a folder on that drive",
         "set strategy.nvme_path",
     ),
     "nvme-path-unused": Rule(
         "strategy.nvme_path",
-        lambda r, _: r.strategy.zero_stage == 3 and not _nvme(r) and r.strategy.nvme_path is not None,
+        lambda r, _: r.strategy.zero_stage == 3 and not r.strategy.uses_nvme and r.strategy.nvme_path is not None,
         "nothing is offloaded there",
         "set strategy.offload_optimizer=nvme, or remove strategy.nvme_path",
     ),

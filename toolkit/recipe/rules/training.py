@@ -73,7 +73,7 @@ def masters_figures(recipe: Recipe) -> dict[str, str]:
 
 
 _MOST_SEQUENCES = 2**20
-"""Of a step: many times what the largest models were trained with; a plan draws and sorts them."""
+"""Most sequences per step: many times what the largest models were trained with; a plan draws and sorts them."""
 
 TRAINING_RULES = {
     "full-low-masters": Rule(

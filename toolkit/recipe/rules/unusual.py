@@ -1,4 +1,4 @@
-"""What can be trained and is probably not meant: warned of, because somebody may want just that."""
+"""Settings that can be trained but are probably a mistake: only warnings, because somebody may want just that."""
 
 from __future__ import annotations
 
