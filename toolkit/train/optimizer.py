@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch._functorch import config as functorch
 from transformers import Trainer, get_scheduler
 
@@ -56,8 +58,7 @@ def check_arguments(recipe: Recipe, arguments: Any, length: Length) -> None:
     try:
         kind, kwargs = optimizer_class(recipe, arguments, model)
         parameters = kwargs.pop("model", None) or kwargs.pop("params", [{"params": [*model.parameters()]}])
-        if "optimizer_dict" not in kwargs:
-            kind(parameters, **kwargs)
+        kind(parameters, **kwargs)
         key = "schedule"
         schedule = recipe.schedule
         optimizer = torch.optim.SGD(model.parameters(), lr=recipe.optimizer.learning_rate)
@@ -91,7 +92,7 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
         kind, kwargs = Muon, {**kwargs, "matrices": hidden_matrices(model)}
     if recipe.method.loraplus_lr_ratio:
         kwargs["params"] = _loraplus_groups(recipe, model)
-    known = {} if "optimizer_dict" in kwargs else inspect.signature(kind.__init__).parameters
+    known = inspect.signature(kind.__init__).parameters
     ours = {"self", "params", "model", "matrices", "args", "kwargs"}
     allowed = sorted(key for key in {*traits.args, *known} - ours if not traits.key_of(key))
     for key, value in settings.args.items():
@@ -109,6 +110,10 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
         kwargs |= {"eps": settings.eps} if "eps" in known else {}
     if traits.momentum is not None:
         kwargs["momentum"] = settings.stated_momentum
+    if traits.rank:
+        kind = type(kind.__name__, (_SavesProjectors, kind), {})
+    if traits.layerwise:
+        kind = type(kind.__name__, (_InBackward, kind), {})
     return kind, kwargs
 
 
@@ -120,6 +125,59 @@ class _TracedAnew:
     def step(self, closure: Any = None) -> Any:
         with functorch.patch(enable_autograd_cache=False):
             return super().step(closure)  # type: ignore[misc]
+
+
+class _SavesProjectors:
+    """Of an optimizer that keeps an object for each projected gradient beside tensors: its state dicts hold what is in
+    these objects. Checkpoints are read as plain data, and torch moves no tensors in objects to a parameter's device."""
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()  # type: ignore[misc]
+        state = {}
+        for number, values in saved["state"].items():
+            state[number] = values
+            if projector := values.get("projector"):
+                state[number] = values | {"projector": (type(projector).__name__, {**vars(projector)})}
+        return saved | {"state": state}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        state = {number: {**values} for number, values in saved["state"].items()}
+        # Apart, as torch would take texts among them for sequences of tensors.
+        held = {number: values.pop("projector") for number, values in state.items() if "projector" in values}
+        super().load_state_dict(saved | {"state": state})  # type: ignore[misc]
+        updated, classes = updated_by(self), self._projectors()
+        for number, (name, values) in held.items():
+            projector: Any = object.__new__(classes[name])
+            vars(projector).update(send_to_device(values, updated[number].device))
+            self.state[updated[number]]["projector"] = projector  # type: ignore[attr-defined]
+
+    @classmethod
+    def _projectors(cls) -> dict[str, type]:
+        """Classes of such objects by name: those that the module of the optimizer itself uses."""
+        kind = cls.__mro__[cls.__mro__.index(_SavesProjectors) + 1]
+        module = vars(sys.modules[kind.__module__])
+        return {name: each for name, each in module.items() if isinstance(each, type) and name.endswith("Projector")}
+
+
+class _InBackward:
+    """Of an optimizer: updates each parameter as soon as its gradient is there, and frees that.
+
+    Transformers has an optimizer for each parameter instead, which it gives neither the betas of the recipe nor a
+    schedule, and whose state is in no checkpoint.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for parameter in updated_by(self):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        super().step()  # type: ignore[misc]  # No other has a gradient by now.
+        parameter.grad = None
+
+    def step(self, closure: None = None) -> None:
+        """Nothing is left to update."""
 
 
 def _loraplus_groups(recipe: Recipe, model: Any) -> list[dict[str, Any]]:
