@@ -110,6 +110,8 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
         kwargs |= {"eps": settings.eps} if "eps" in known else {}
     if traits.momentum is not None:
         kwargs["momentum"] = settings.stated_momentum
+    if traits.module == "grokadamw":
+        kind = type(kind.__name__, (_HasItsState, kind), {})
     if traits.rank:
         kind = type(kind.__name__, (_SavesProjectors, kind), {})
     if traits.layerwise:
@@ -125,6 +127,29 @@ class _TracedAnew:
     def step(self, closure: Any = None) -> Any:
         with functorch.patch(enable_autograd_cache=False):
             return super().step(closure)  # type: ignore[misc]
+
+
+class _HasItsState:
+    """Of an optimizer that keeps state in its groups, by parameters that no checkpoint finds again: has that be the
+    state which torch saves by their numbers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._share()
+
+    def state_dict(self) -> dict[str, Any]:
+        saved: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        for group in saved["param_groups"]:
+            del group["state"]
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)  # type: ignore[misc]
+        self._share()
+
+    def _share(self) -> None:
+        for group in self.param_groups:  # type: ignore[attr-defined]
+            group["state"] = self.state  # type: ignore[attr-defined]
 
 
 class _SavesProjectors:

@@ -1,9 +1,11 @@
-"""Optimizers that project gradients, and those that update within the backward pass: by what a recipe says, and on from
-a checkpoint."""
+"""Optimizers of other packages whose state or steps are not as torch expects: they train by what a recipe says, and on
+from a checkpoint."""
 
 from __future__ import annotations
 
+import io
 import sys
+from typing import Any
 
 import galore_stand_in
 import pytest
@@ -13,6 +15,8 @@ from galore_stand_in import GaLoreAdamW
 from harness import losses
 from safetensors.torch import load_file
 from small import place_with, set_up, trained
+
+from toolkit.train import optimizer
 
 place = place_with("llama")
 KIND = ["optimizer.max_grad_norm=0", "batch.micro_batch_size=4", "optimizer.args={rank: 4}"]
@@ -67,13 +71,48 @@ def test_a_run_whose_gradients_are_projected_goes_on_from_a_checkpoint(name: str
 def test_projectors_lie_where_their_parameters_do() -> None:
     trainer = set_up(*KIND, "optimizer.name=galore_adamw").trainer
     trainer.train()
-    optimizer = trainer.optimizer.optimizer
+    inner = trainer.optimizer.optimizer
     groups = [
         group | {"params": [each.detach().to("meta").requires_grad_() for each in group["params"]]}
-        for group in optimizer.param_groups
+        for group in inner.param_groups
     ]
-    elsewhere = type(optimizer)(groups)
-    elsewhere.load_state_dict(optimizer.state_dict())
+    elsewhere = type(inner)(groups)
+    elsewhere.load_state_dict(inner.state_dict())
     projectors = [values["projector"] for values in elsewhere.state.values() if "projector" in values]
     assert len(projectors) == sum(len(group["params"]) for group in groups if "rank" in group) > 0
     assert {each.ortho_matrix.device.type for each in projectors} == {"meta"}
+
+
+class StateInGroups(torch.optim.Optimizer):
+    """Keeps its momentum where GrokAdamW does."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = group.get("state", {}).get(parameter, {})
+                if not state:
+                    state = {"step": 0, "momentum": torch.zeros_like(parameter)}
+                    group.setdefault("state", {})[parameter] = state
+                state["step"] += 1
+                state["momentum"] = 0.9 * state["momentum"] + parameter.grad
+                parameter.sub_(state["momentum"], alpha=group["lr"] / state["step"])
+
+
+def test_state_that_an_optimizer_keeps_in_its_groups_is_found_in_a_checkpoint() -> None:
+    kind: Any = type("StateInGroups", (optimizer._HasItsState, StateInGroups), {})
+
+    def taught(steps: int, weight: torch.Tensor, saved: Any = None) -> tuple[torch.Tensor, Any]:
+        parameters = [torch.nn.Parameter(weight.clone()), torch.nn.Parameter(2 * weight)]
+        built = kind([{"params": [each]} for each in parameters], {"lr": 0.1})
+        if saved:
+            built.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True))
+        for _ in range(steps):
+            for parameter in parameters:
+                parameter.grad = parameter.detach() - 1
+            built.step()
+        torch.save(built.state_dict(), file := io.BytesIO())
+        return parameters[0].detach(), file.getvalue()
+
+    first, saved = taught(2, torch.ones(3) * 5)
+    assert torch.equal(taught(3, first, saved)[0], taught(5, torch.ones(3) * 5)[0])
