@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import galore_stand_in
@@ -15,6 +16,8 @@ from galore_stand_in import GaLoreAdamW
 from harness import losses
 from safetensors.torch import load_file
 from small import place_with, set_up, trained
+from tiny import tiny_kind
+from transformers import AutoConfig
 
 from toolkit.train import optimizer
 
@@ -116,3 +119,21 @@ def test_state_that_an_optimizer_keeps_in_its_groups_is_found_in_a_checkpoint() 
 
     first, saved = taught(2, torch.ones(3) * 5)
     assert torch.equal(taught(3, first, saved)[0], taught(5, torch.ones(3) * 5)[0])
+
+
+NORMS = {"mamba": {"hidden_size": 32, "num_hidden_layers": 1}, "hyperclovax": {"use_post_norm": True}}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_no_norm_is_decayed_whatever_it_is_called(kind: str, place: Path) -> None:
+    tiny_kind(AutoConfig.for_model(kind, **NORMS[kind]), place / kind)
+    trainer = set_up(f"model.path={kind}", "optimizer.weight_decay=0.1").trainer
+    optimizer = trainer.create_optimizer()
+    named = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    decayed, spared = (
+        {named[id(each)] for group in optimizer.param_groups if bool(group["weight_decay"]) == decays for each in
+         group["params"]}
+        for decays in (True, False)
+    )  # fmt: skip
+    assert not [name for name in decayed if "norm" in name]
+    assert [name for name in spared if "norm" in name] and decayed | spared == {*named.values()}

@@ -207,7 +207,7 @@ class _InBackward:
 
 def _loraplus_groups(recipe: Recipe, model: Any) -> list[dict[str, Any]]:
     """Groups of trained parameters: the second matrices of adapters have a learning rate of their own."""
-    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    decayed = set(decayed_parameters(model))
     groups: dict[tuple[bool, bool], list[Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -221,6 +221,19 @@ def _loraplus_groups(recipe: Recipe, model: Any) -> list[dict[str, Any]]:
         {"params": parameters, "lr": rate * (ratio if second else 1), "weight_decay": decay if decays else 0.0}
         for (second, decays), parameters in groups.items()
     ]
+
+
+def decayed_parameters(model: Any) -> list[str]:
+    """Names of the parameters that weight decay is for: those that Transformers chooses, which leaves out biases and
+    most norms, less the norms that it knows neither by their names nor as torch's own, such as Mamba's `norm_f`."""
+    norms = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if type(module).__name__.endswith("Norm")
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    chosen = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+    return [name for name in chosen if name not in norms]
 
 
 def inner_optimizer(optimizer: Any) -> Any:
