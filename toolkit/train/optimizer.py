@@ -159,22 +159,23 @@ class _SavesProjectors:
     def state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()  # type: ignore[misc]
         state = {}
-        for number, values in saved["state"].items():
-            state[number] = values
+        for key, values in saved["state"].items():
+            state[key] = values
             if projector := values.get("projector"):
-                state[number] = values | {"projector": (type(projector).__name__, {**vars(projector)})}
+                state[key] = values | {"projector": {"class": type(projector).__name__, **vars(projector)}}
         return saved | {"state": state}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        state = {number: {**values} for number, values in saved["state"].items()}
+        state = {key: {**values} for key, values in saved["state"].items()}
         # Apart, as torch would take texts among them for sequences of tensors.
-        held = {number: values.pop("projector") for number, values in state.items() if "projector" in values}
+        held = {key: {**values.pop("projector")} for key, values in state.items() if "projector" in values}
         super().load_state_dict(saved | {"state": state})  # type: ignore[misc]
-        updated, classes = updated_by(self), self._projectors()
-        for number, (name, values) in held.items():
-            projector: Any = object.__new__(classes[name])
-            vars(projector).update(send_to_device(values, updated[number].device))
-            self.state[updated[number]]["projector"] = projector  # type: ignore[attr-defined]
+        keys = (key for group in saved["param_groups"] for key in group["params"])
+        parameters, classes = dict(zip(keys, updated_by(self), strict=True)), self._projectors()
+        for key, values in held.items():
+            projector: Any = object.__new__(classes[values.pop("class")])
+            vars(projector).update(send_to_device(values, parameters[key].device))
+            self.state[parameters[key]]["projector"] = projector  # type: ignore[attr-defined]
 
     @classmethod
     def _projectors(cls) -> dict[str, type]:
