@@ -19,9 +19,10 @@ from small import place_with, set_up, trained
 from tiny import tiny_kind
 from transformers import AutoConfig
 
+from toolkit.common import UserError
 from toolkit.train import optimizer
 
-place = place_with("llama")
+place = place_with("llama", "gpt2")
 KIND = ["optimizer.max_grad_norm=0", "batch.micro_batch_size=4", "optimizer.args={rank: 4}"]
 
 
@@ -69,6 +70,12 @@ def test_a_run_whose_gradients_are_projected_goes_on_from_a_checkpoint(name: str
     assert losses(again) == losses(straight)[2:]
     first, second = (load_file(run / "final" / "model.safetensors") for run in (straight, again))
     assert all(torch.equal(second[key], value) for key, value in first.items())
+
+
+def test_a_model_whose_gradients_would_not_be_projected_is_refused() -> None:
+    """GPT-2's layers are of a class of Transformers' own, and its output head is its embeddings."""
+    with pytest.raises(UserError, match="none of GPT2LMHeadModel is trained"):
+        set_up(*KIND, "optimizer.name=galore_adamw", "model.path=gpt2")
 
 
 def test_projectors_lie_where_their_parameters_do() -> None:

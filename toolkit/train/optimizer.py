@@ -113,6 +113,12 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
     if traits.module == "grokadamw":
         kind = type(kind.__name__, (_HasItsState, kind), {})
     if traits.rank:
+        if not any(each.requires_grad for group in kwargs["params"] if "rank" in group for each in group["params"]):
+            raise UserError(
+                f"optimizer.name={settings.name} projects the gradients of torch's linear layers, and none of "
+                f"{type(model).__name__} is trained: it would save nothing",
+                "set optimizer.name=adamw_8bit",
+            )
         kind = type(kind.__name__, (_SavesProjectors, kind), {})
     if traits.layerwise:
         kind = type(kind.__name__, (_InBackward, kind), {})
