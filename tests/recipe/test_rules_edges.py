@@ -174,6 +174,12 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         [*("optimizer.name=galore_adamw", "optimizer.name=lomo optimizer.max_grad_norm=0.0")],
     ),
     (
+        "fp16-in-backward",
+        "optimizer.max_grad_norm=0 precision=fp16 ",
+        each("optimizer.name", "lomo adalomo galore_adamw_layerwise apollo_adamw_layerwise"),
+        [*each("optimizer.name", "galore_adamw adamw"), "optimizer.name=lomo precision=bf16"],
+    ),
+    (
         *("checkpointing-interval", "activation_checkpointing.every_n_layers=2 "),
         each("activation_checkpointing.mode", "none elementwise selective"),
         each("activation_checkpointing.mode", "full offload"),

@@ -174,6 +174,7 @@ CASES = [
     ("mixed-16-bit", [LORA, "precision=fp16", "model.dtype=bf16"], ["~model.dtype"]),
     ("optimizer-no-decay", ["optimizer=galore_adamw", "optimizer.weight_decay=0.1"], ["optimizer.weight_decay=0"]),
     ("faults-in-backward", ["optimizer=lomo", "max_grad_norm=0", "on_nan=skip"], ["faults.on_nan=stop"]),
+    ("fp16-in-backward", ["optimizer=lomo", "max_grad_norm=0", "precision=fp16"], ["precision=bf16"]),
     ("faults-fp16", ["precision=fp16", "on_spike=skip"], ["faults.on_spike=ignore"]),
     ("faults-fp16", ["precision=fp16", "on_nan=skip"], ["precision=bf16"]),
     ("optimizer-no-clipping", ["optimizer=lomo"], ["optimizer.max_grad_norm=0"]),

@@ -167,7 +167,4 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
     traits = recipe.optimizer.traits
     if traits.bits == 32 and traits.module in ("torch", "bitsandbytes"):
         state["moments_dtype"] = traits.state_dtype(types.master)
-    if traits.layerwise:
-        # One optimizer per parameter, inside hooks; the Trainer holds a dummy.
-        del state["optimizer"], state["not_updated"], state["master_dtype"]
     return EngineState(**state)

@@ -121,7 +121,7 @@ class Traits:
     """The same optimizer with 8-bit state."""
 
     layerwise: bool = False
-    """Whether there is an optimizer for each parameter, called by hooks."""
+    """Whether it updates each parameter in a hook of its own (`train/optimizer.py`), and not all of them at once."""
     decays: bool = True
     """Whether it applies `optimizer.weight_decay`."""
     foreach: bool = False
@@ -286,11 +286,17 @@ OPTIMIZERS = {
         _galore("galore_adamw", fsdp_alternative=""),
         _galore("galore_adamw_8bit", bits=8, gpu_only=True),
         _galore("galore_adafactor", factored=True),
-        _galore("galore_adamw_layerwise", layerwise=True),
-        _galore("galore_adamw_8bit_layerwise", bits=8, gpu_only=True, layerwise=True),
-        _galore("galore_adafactor_layerwise", factored=True, layerwise=True),
+        _galore("galore_adamw_layerwise", transformers_name="galore_adamw", layerwise=True),
+        _galore(
+            "galore_adamw_8bit_layerwise",
+            transformers_name="galore_adamw_8bit",
+            bits=8,
+            gpu_only=True,
+            layerwise=True,
+        ),
+        _galore("galore_adafactor_layerwise", transformers_name="galore_adafactor", factored=True, layerwise=True),
         _apollo("apollo_adamw"),
-        _apollo("apollo_adamw_layerwise", layerwise=True),
+        _apollo("apollo_adamw_layerwise", transformers_name="apollo_adamw", layerwise=True),
         _lomo("lomo", moments=0),
         _lomo("adalomo", gpu_only=True, factored=True, copies=3, fsdp_alternative="lomo"),
         _foreach("grokadamw", "adam", module="grokadamw", package="grokadamw", moments=3),

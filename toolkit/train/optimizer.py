@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch._functorch import config as functorch
 from transformers import Trainer, get_scheduler
 
@@ -56,8 +58,7 @@ def check_arguments(recipe: Recipe, arguments: Any, length: Length) -> None:
     try:
         kind, kwargs = optimizer_class(recipe, arguments, model)
         parameters = kwargs.pop("model", None) or kwargs.pop("params", [{"params": [*model.parameters()]}])
-        if "optimizer_dict" not in kwargs:
-            kind(parameters, **kwargs)
+        kind(parameters, **kwargs)
         key = "schedule"
         schedule = recipe.schedule
         optimizer = torch.optim.SGD(model.parameters(), lr=recipe.optimizer.learning_rate)
@@ -91,7 +92,7 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
         kind, kwargs = Muon, {**kwargs, "matrices": hidden_matrices(model)}
     if recipe.method.loraplus_lr_ratio:
         kwargs["params"] = _loraplus_groups(recipe, model)
-    known = {} if "optimizer_dict" in kwargs else inspect.signature(kind.__init__).parameters
+    known = inspect.signature(kind.__init__).parameters
     ours = {"self", "params", "model", "matrices", "args", "kwargs"}
     allowed = sorted(key for key in {*traits.args, *known} - ours if not traits.key_of(key))
     for key, value in settings.args.items():
@@ -109,6 +110,18 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
         kwargs |= {"eps": settings.eps} if "eps" in known else {}
     if traits.momentum is not None:
         kwargs["momentum"] = settings.stated_momentum
+    if traits.module == "grokadamw":
+        kind = type(kind.__name__, (_HasItsState, kind), {})
+    if traits.rank:
+        if not any(each.requires_grad for group in kwargs["params"] if "rank" in group for each in group["params"]):
+            raise UserError(
+                f"optimizer.name={settings.name} projects the gradients of torch's linear layers, and none of "
+                f"{type(model).__name__} is trained: it would save nothing",
+                "set optimizer.name=adamw_8bit",
+            )
+        kind = type(kind.__name__, (_SavesProjectors, kind), {})
+    if traits.layerwise:
+        kind = type(kind.__name__, (_InBackward, kind), {})
     return kind, kwargs
 
 
@@ -122,9 +135,86 @@ class _TracedAnew:
             return super().step(closure)  # type: ignore[misc]
 
 
+class _HasItsState:
+    """Of an optimizer that keeps state in its groups, by parameters that no checkpoint finds again: has that be the
+    state which torch saves by their numbers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._share()
+
+    def state_dict(self) -> dict[str, Any]:
+        saved: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        for group in saved["param_groups"]:
+            del group["state"]
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)  # type: ignore[misc]
+        self._share()
+
+    def _share(self) -> None:
+        for group in self.param_groups:  # type: ignore[attr-defined]
+            group["state"] = self.state  # type: ignore[attr-defined]
+
+
+class _SavesProjectors:
+    """Of an optimizer that keeps an object for each projected gradient beside tensors: its state dicts hold what is in
+    these objects. Checkpoints are read as plain data, and torch moves no tensors in objects to a parameter's device."""
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()  # type: ignore[misc]
+        state = {}
+        for key, values in saved["state"].items():
+            state[key] = values
+            if projector := values.get("projector"):
+                state[key] = values | {"projector": {"class": type(projector).__name__, **vars(projector)}}
+        return saved | {"state": state}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        state = {key: {**values} for key, values in saved["state"].items()}
+        # Apart, as torch would take texts among them for sequences of tensors.
+        held = {key: {**values.pop("projector")} for key, values in state.items() if "projector" in values}
+        super().load_state_dict(saved | {"state": state})  # type: ignore[misc]
+        keys = (key for group in saved["param_groups"] for key in group["params"])
+        parameters, classes = dict(zip(keys, updated_by(self), strict=True)), self._projectors()
+        for key, values in held.items():
+            projector: Any = object.__new__(classes[values.pop("class")])
+            vars(projector).update(send_to_device(values, parameters[key].device))
+            self.state[parameters[key]]["projector"] = projector  # type: ignore[attr-defined]
+
+    @classmethod
+    def _projectors(cls) -> dict[str, type]:
+        """Classes of such objects by name: those that the module of the optimizer itself uses."""
+        kind = cls.__mro__[cls.__mro__.index(_SavesProjectors) + 1]
+        module = vars(sys.modules[kind.__module__])
+        return {name: each for name, each in module.items() if isinstance(each, type) and name.endswith("Projector")}
+
+
+class _InBackward:
+    """Of an optimizer: updates each parameter as soon as its gradient is there, and frees that.
+
+    Transformers has an optimizer for each parameter instead, which it gives neither the betas of the recipe nor a
+    schedule, and whose state is in no checkpoint.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for parameter in updated_by(self):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        super().step()  # type: ignore[misc]  # No other has a gradient by now.
+        parameter.grad = None
+
+    def step(self, closure: None = None) -> None:
+        """Nothing is left to update."""
+
+
 def _loraplus_groups(recipe: Recipe, model: Any) -> list[dict[str, Any]]:
     """Groups of trained parameters: the second matrices of adapters have a learning rate of their own."""
-    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    decayed = set(decayed_parameters(model))
     groups: dict[tuple[bool, bool], list[Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -138,6 +228,19 @@ def _loraplus_groups(recipe: Recipe, model: Any) -> list[dict[str, Any]]:
         {"params": parameters, "lr": rate * (ratio if second else 1), "weight_decay": decay if decays else 0.0}
         for (second, decays), parameters in groups.items()
     ]
+
+
+def decayed_parameters(model: Any) -> list[str]:
+    """Names of the parameters that weight decay is for: those that Transformers chooses, which leaves out biases and
+    most norms, less the norms that it knows neither by their names nor as torch's own, such as Mamba's `norm_f`."""
+    norms = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if type(module).__name__.endswith("Norm")
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    chosen = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+    return [name for name in chosen if name not in norms]
 
 
 def inner_optimizer(optimizer: Any) -> Any:

@@ -47,7 +47,7 @@ from toolkit.train.gathering import (
 )
 from toolkit.train.gradients import Clipping
 from toolkit.train.late_rows import LateRows
-from toolkit.train.optimizer import inner_optimizer
+from toolkit.train.optimizer import decayed_parameters, inner_optimizer
 from toolkit.train.pipelined import Pipelined
 from toolkit.train.process import end_with_training
 from toolkit.train.stage_files import naming_adapters
@@ -195,6 +195,9 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
                 with contextlib.suppress(Exception):
                     self.tell_late()
                 raise
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        return decayed_parameters(model)
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Schedules that end at a rate of their own ask the optimizer for its peak, which DeepSpeed's do not say. After

@@ -162,6 +162,12 @@ TRAINING_RULES = {
         "optimizer {r.optimizer.name} updates during the backward pass, so no update can be left out",
         "set faults.on_nan=stop and faults.on_spike=ignore, or another optimizer.name",
     ),
+    "fp16-in-backward": Rule(
+        "precision",
+        lambda r, _: r.precision == "fp16" and r.optimizer.traits.in_backward,
+        "optimizer {r.optimizer.name} updates during the backward pass, by gradients of the loss as fp16 scales it",
+        "set precision=bf16, or another optimizer.name",
+    ),
     "faults-fp16": Rule(
         "faults.on_nan",
         lambda r, _: r.faults.skips and r.precision == "fp16",
