@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import glob
 import logging
 import os
 import secrets
@@ -123,19 +124,25 @@ def build_once(path: Path, build: Callable[[Path], None], fault: Callable[[Path]
                 return place
             _log.warning("%s %s, and is made again", place, reason)
             shutil.rmtree(place)
-        # Under the lock nobody else builds this folder: what is there was left by a process that was killed.
-        for abandoned in place.parent.glob(f".{place.name}.*.partial"):
-            shutil.rmtree(abandoned, ignore_errors=True)
-        partial = place.with_name(f".{place.name}.{secrets.token_hex(4)}.partial")
-        partial.mkdir()
-        try:
-            build(partial)
-            share(partial)
-            partial.rename(place)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        build_beside(place, build)
     return place
+
+
+def build_beside(place: Path, build: Callable[[Path], None]) -> None:
+    """Has a folder filled beside its place, and moves it there. To be called under a lock, so that nobody else builds
+    it."""
+    # What is there was left by a process that was killed.
+    for abandoned in place.parent.glob(f".{glob.escape(place.name)}.*.partial"):
+        shutil.rmtree(abandoned, ignore_errors=True)
+    partial = place.with_name(f".{place.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
+    try:
+        build(partial)
+        share(partial)
+        partial.rename(place)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def share(folder: Path) -> None:
