@@ -54,7 +54,8 @@ def test_without_a_converter_it_is_said_where_to_get_it(tmp_path: Path, monkeypa
 
 
 def test_a_converter_ends_with_an_export_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(tmp_path, "import os, sys, time; print(os.getpid(), file=open(sys.argv[3], 'w')); time.sleep(600)", monkeypatch)
+    writes = "import os, sys, time; print(os.getpid(), file=open(sys.argv[3], 'w'), flush=True); time.sleep(600)"
+    script(tmp_path, writes, monkeypatch)
     line = f"gguf.convert(Path({str(tmp_path)!r}), Path({str(tmp_path / gguf.FILE)!r}), 'gguf', torch.float32)"
     imports = "from pathlib import Path; import torch; from toolkit.train import gguf"
     exporting = subprocess.Popen([sys.executable, "-c", f"{imports}; {line}"])

@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_is_told(place: Path) -> None:
     assert refused.value.change == "set output.dir to a folder you own"
     (place / "link").symlink_to("gone")
     for overrides in (["output.dir=link"], ["output.dir=.", "output.name=link"]):
-        with pytest.raises(UserError, match="cannot be written: .*link is a link to gone, which is not there"):
+        with pytest.raises(UserError, match=r"cannot be written: .*link is a link to gone, which is not there"):
             claim(small(*overrides), 1)
 
 
