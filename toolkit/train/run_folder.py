@@ -284,8 +284,8 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        reason = not_writable(path) or error.strerror
-        raise UserError(f"{path} cannot be written: {reason}", "set output.dir to a folder you own") from error
+        why = not_writable(path) or error.strerror
+        raise UserError(f"{path} cannot be written: {why}", "set output.dir to a folder you own") from error
     return RunFolder(
         path,
         accepted=not (named or used(path)),
