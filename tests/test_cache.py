@@ -146,6 +146,30 @@ def test_run_folder_that_a_group_shares_is_locked_by_whoever_trains(shared: Path
         assert "another process is training in" in as_nobody(shared, imports, code).stderr
 
 
+def test_what_killed_processes_have_left_of_anything_goes_once_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of data and settings that nobody prepares again, too."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    killed, running, new, file, of_others = (
+        tmp_path / name
+        for name in (".a.1.b.partial", ".running.1.partial", ".new.1.partial", ".f.json.7.0.partial", ".theirs.partial")
+    )
+    for folder in (killed, running, new, of_others):
+        folder.mkdir()
+        (folder / "half").touch()
+    for name in ("a.1.lock", "running.lock", "new.lock"):
+        (tmp_path / name).touch()
+    file.touch()
+    for each in (killed, running, file, of_others):
+        os.utime(each, (0, 0))
+    with cache.locked(tmp_path / "running.lock"):
+        cache.build_once(tmp_path / "key", lambda folder: None)
+        assert not killed.exists() and running.exists() and new.exists() and file.exists() and of_others.exists()
+    cache.keep(tmp_path / "kept.json", "{}")
+    assert not file.exists() and new.exists() and of_others.exists()
+
+
 def test_who_only_looks_whether_a_lock_is_held_is_told_and_keeps_nobody_out(tmp_path: Path) -> None:
     file = tmp_path / ".lock"
     assert not cache.is_held(file) and not file.exists()

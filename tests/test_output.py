@@ -113,3 +113,18 @@ def test_what_is_concealed_is_not_printed_by_anybody(capsys: pytest.CaptureFixtu
     shown = "".join(capsys.readouterr())
     assert "hunter2" not in shown and shown.count("${X}") == 3
     assert "".join(table([["hunter2hunter2"] * 2], columns=12).plain.split()) == "${X}${X}"
+
+
+@pytest.mark.parametrize("door", ["toolkit", "toolkit.run"])
+def test_ctrl_c_while_the_modules_of_a_command_are_imported_ends_it_in_a_line(door: str) -> None:
+    code = f"""
+import runpy, sys
+class Interrupted:
+    def find_spec(self, name, *of):
+        if name == "pydantic":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+runpy.run_module("{door}", run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (130, "stopped by Ctrl-C: nothing was begun\n")

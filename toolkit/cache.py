@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from toolkit.files import write_atomically
 
 LOCK = ".lock"
 """The file in a run folder that the process which trains there has locked, however it ends."""
+_LONGEST_SECONDS = 86_400.0
+"""So long nothing is written without a change of its folder."""
 _log = logging.getLogger("toolkit")
 
 
@@ -49,13 +52,18 @@ def writable(path: Path) -> Path:
     return path
 
 
-def keep(path: Path, text: str) -> None:
-    """Puts a file into the cache.
+def keep(path: Path, text: str | bytes) -> None:
+    """Puts a file into the cache, in a folder from which goes what processes that were killed have left of others.
 
     Raises:
         OSError: If it can be written nowhere.
     """
-    write_atomically(writable(path), text)
+    place = writable(path)
+    write_atomically(place, text)
+    for partial in place.parent.glob(".*.partial"):
+        with contextlib.suppress(OSError):
+            if partial.is_file() and _is_old(partial):
+                partial.unlink()
 
 
 @contextlib.contextmanager
@@ -123,19 +131,39 @@ def build_once(path: Path, build: Callable[[Path], None], fault: Callable[[Path]
                 return place
             _log.warning("%s %s, and is made again", place, reason)
             shutil.rmtree(place)
-        # Under the lock nobody else builds this folder: what is there was left by a process that was killed.
-        for abandoned in place.parent.glob(f".{place.name}.*.partial"):
-            shutil.rmtree(abandoned, ignore_errors=True)
-        partial = place.with_name(f".{place.name}.{secrets.token_hex(4)}.partial")
-        partial.mkdir()
-        try:
-            build(partial)
-            share(partial)
-            partial.rename(place)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        build_beside(place, build)
     return place
+
+
+def build_beside(place: Path, build: Callable[[Path], None]) -> None:
+    """Has a folder filled beside its place, and moves it there. To be called under a lock, so that nobody else builds
+    it."""
+    for abandoned in _abandoned(place):
+        shutil.rmtree(abandoned, ignore_errors=True)
+    partial = place.with_name(f".{place.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
+    try:
+        build(partial)
+        share(partial)
+        partial.rename(place)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _abandoned(place: Path) -> Iterator[Path]:
+    """What processes that were killed have left of this folder, whose lock is held here; and of others beside it."""
+    for partial in place.parent.glob(".*.partial"):
+        with contextlib.suppress(OSError):
+            of = place.with_name(partial.name[1:].rsplit(".", maxsplit=2)[0])
+            lock = Path(f"{of}.lock")
+            if of == place or (_is_old(partial) and partial.is_dir() and lock.exists() and not is_held(lock)):
+                yield partial
+
+
+def _is_old(partial: Path) -> bool:
+    """Whether nobody can be writing it any more, also on a disk that keeps locks from other machines."""
+    return partial.stat().st_mtime < time.time() - _LONGEST_SECONDS
 
 
 def share(folder: Path) -> None:

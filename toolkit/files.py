@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,18 @@ def not_writable(folder: Path) -> str:
     """Why nothing can be written into a folder, which need not be there yet, for a sentence about what would be; empty
     where it can. Asked before work is done whose results would be lost."""
     nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if os.path.islink(nearest) and not os.path.exists(nearest):
+        return f"{nearest} is a link to {os.readlink(nearest)}, which is not there"
     if not os.path.isdir(nearest):
         return f"{nearest} is no folder"
-    return "" if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} is read-only, or another user's"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"{nearest} is read-only, or another user's"
+    try:
+        # In some, such as /proc, nobody can make a file, whatever its mode says.
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        return f"no file can be made in {nearest} ({error.strerror})"
+    return ""
 
 
 def check_disk(folder: Path, need: float, what: str, change: str) -> None:

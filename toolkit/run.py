@@ -6,6 +6,7 @@ Also runs under torchrun, under srun, as plain `python toolkit/run.py` and as `p
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,9 +16,11 @@ sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.getcwd())
 if str(Path(_HERE).parent) not in sys.path:
     sys.path.insert(0, str(Path(_HERE).parent))
 
-from toolkit.train.main import main  # noqa: E402
-
 if __name__ == "__main__":
-    from toolkit.train.process import leave
-
+    try:
+        from toolkit.train.main import main
+        from toolkit.train.process import leave
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C: nothing was begun", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     leave(main)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from harness import ROOT, environment, write_recipe
 
+from toolkit.cli import plan
 from toolkit.cli.main import _parser, main
 from toolkit.cli.plan import questions
 from toolkit.planner.plan import Plan, Refused, json_schema
@@ -194,6 +195,19 @@ def test_wrong_use_is_one_message(
     assert main(["plan", *arguments]) == code
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error
+
+
+def test_all_that_is_misspelt_in_a_sweep_is_told_before_its_first_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "estimate", lambda *of, **what: pytest.fail("it is planned"))
+    assert main(["plan", "recipe=smollm2_135m_lora", "--sweep", "hardware=h200,h201,a100_80gb"]) == 1
+    error = capsys.readouterr().err
+    assert all(words in error for words in ("hardware=h201: there", "hardware=a100_80gb: there", "did you mean `a100`"))
+    sweeps = ["--sweep", "seed=1,x", "--sweep", "hardware=h200,h201"]
+    assert main(["plan", "recipe=smollm2_135m_lora", *sweeps]) == 2
+    error = capsys.readouterr().err
+    assert error.count("hardware=h201: there") == 1 and "seed" in error
 
 
 @pytest.mark.parametrize(

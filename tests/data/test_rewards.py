@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.rewards import Answer, Scorer, file_hashes
+from toolkit.data.rewards import Answer, Scorer
 from toolkit.recipe.reinforcement import Rewards
 
 SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
@@ -203,13 +203,3 @@ def test_a_column_by_the_name_of_the_answers_is_refused(tmp_path: Path) -> None:
 def test_a_file_without_the_function_is_refused(body: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         Scorer(own(tmp_path, body))
-
-
-def test_files_of_rewards_are_known_by_their_hashes(tmp_path: Path) -> None:
-    before = file_hashes(own(tmp_path, "def reward(): ...\n"))
-    assert before == file_hashes(own(tmp_path, "def reward(): ...\n"))
-    assert before.keys() == {"rewards.file"} and before != file_hashes(own(tmp_path, "def reward(): 1\n"))
-    schema = Rewards(json_schema={"schema_file": str(tmp_path / "own.py")})
-    assert list(file_hashes(schema)) == ["rewards.json_schema.schema_file"] and file_hashes(Rewards()) == {}
-    with pytest.raises(UserError, match="cannot be read"):
-        file_hashes(Rewards(file=str(tmp_path / "none.py"), trust_python=True))

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from harness import SUPPORT
@@ -46,6 +51,26 @@ def test_without_a_converter_it_is_said_where_to_get_it(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="not in the PATH"):
         gguf.converter()
+
+
+def test_a_converter_ends_with_an_export_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = "import os, sys, time; print(os.getpid(), file=open(sys.argv[3], 'w'), flush=True); time.sleep(600)"
+    script(tmp_path, writes, monkeypatch)
+    line = f"gguf.convert(Path({str(tmp_path)!r}), Path({str(tmp_path / gguf.FILE)!r}), 'gguf', torch.float32)"
+    imports = "from pathlib import Path; import torch; from toolkit.train import gguf"
+    exporting = subprocess.Popen([sys.executable, "-c", f"{imports}; {line}"])
+    within(60, lambda: (tmp_path / gguf.FILE).is_file() and (tmp_path / gguf.FILE).read_text())
+    converting = int((tmp_path / gguf.FILE).read_text())
+    exporting.kill()
+    exporting.wait()
+    within(10, lambda: not psutil.pid_exists(converting))
+
+
+def within(seconds: float, happened: Callable[[], object]) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_file_is_read_back_with_positions_scaled_as_those_of_the_model(

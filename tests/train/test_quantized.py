@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,6 +73,23 @@ def test_files_in_fewer_bits_are_as_far_from_the_run_as_they_say(
     assert chat.chat_template == tokenizer.chat_template
 
 
+def test_a_home_folder_is_filled_in_and_libraries_show_no_bars(tmp_path: Path) -> None:
+    """No shell does it of `--output=~/merged`, and not every one of `output=~/exported`. A bar of packing, and one of
+    restoring, are shown whatever tqdm is told."""
+    run = trained("at-home", *LORA)
+    for command in (["export", str(run), "format=int4", "output=~/exported"], ["merge", str(run), "--output=~/merged"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "toolkit", *command],
+            env=os.environ | {"HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "exported" / "export_proof.json").is_file() and (tmp_path / "merged" / "config.json").is_file()
+    with pytest.raises(SystemExit):
+        cli(["merge", str(run), "--output", ""])
+
+
 def test_rows_that_a_processor_does_not_repack_are_exported(tmp_path: Path) -> None:
     """On CPUs with bf16 bitsandbytes repacks 4-bit weights in their first pass, which needs rows by 32."""
     config = models_doc.stated("gemma3n_text", "sft")
@@ -117,6 +136,9 @@ def test_what_cannot_be_exported_leaves_nothing(
     monkeypatch.undo()
     assert cli(["export", str(run), "format=int8", "output=runs"]) == 1
     assert "runs exists already" in capsys.readouterr().err
+    for output, reason in (("", "an empty text names no folder"), ("$TOO/far", "names a variable of the shell")):
+        assert cli(["export", str(run), "format=int8", f"output={output}"]) == 1
+        assert f"output={output}: " in (error := capsys.readouterr().err) and reason in error
     assert cli(["export", str(run), "format=int3"]) == 1
     error = capsys.readouterr().err
     assert "format=int3: Input should be 'int8', 'fp8', 'nf4', 'int4', 'gguf' or 'gguf_q8_0'" in error

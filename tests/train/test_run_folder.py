@@ -153,9 +153,13 @@ def test_a_name_with_a_folder_becomes_one_folder(place: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_told(place: Path) -> None:
     (place / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/small cannot be written: Not a directory") as refused:
+    with pytest.raises(UserError, match=r"file/small cannot be written: .*file is no folder") as refused:
         claim(small("output.dir=file"), 1)
     assert refused.value.change == "set output.dir to a folder you own"
+    (place / "link").symlink_to("gone")
+    for overrides in (["output.dir=link"], ["output.dir=.", "output.name=link"]):
+        with pytest.raises(UserError, match=r"cannot be written: .*link is a link to gone, which is not there"):
+            claim(small(*overrides), 1)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import resource
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from traceback import StackSummary
 
@@ -11,7 +14,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit.common import UserError
-from toolkit.train.storage import build_new, room_for, unwritable
+from toolkit.train.storage import build_new, check_new, room_for, unwritable
 
 
 @pytest.fixture
@@ -70,8 +73,49 @@ def test_what_finds_no_room_says_so_of_the_folder_that_was_asked_for(place: Path
 
 
 def test_of_two_that_fill_a_folder_at_once_the_later_one_is_told(place: Path) -> None:
-    """It has waited for the first one's lock, or begins when that is done."""
+    """While the first one works, whose lock stays; or when that is done."""
+
+    def again(folder: Path) -> None:
+        line = f"from toolkit.train.storage import build_new; build_new(Path({str(place / 'merged')!r}), print, '-o')"
+        other = subprocess.run([sys.executable, "-c", f"from pathlib import Path; {line}"], capture_output=True)
+        assert b"another process writes" in other.stderr and Path(f"{place / 'merged'}.lock").exists()
+        (folder / "file").touch()
+
+    build_new(place / "merged", again, "--output")
+    assert sorted(file.name for file in place.rglob("*")) == ["file", "merged"]
+    shutil.rmtree(place / "merged")
     build_new(place / "merged", lambda folder: (folder / "file").touch(), "--output")
     with pytest.raises(UserError, match="another process has written"):
         build_new(place / "merged", lambda folder: (folder / "other").touch(), "--output")
     assert sorted(file.name for file in place.rglob("*")) == ["file", "merged"]
+
+
+def test_all_of_a_new_folder_is_on_the_drive_before_it_is_there(place: Path, order: list[str]) -> None:
+    def fill(folder: Path) -> None:
+        (folder / "parts").mkdir()
+        for name in ("weights", "parts/of"):
+            (folder / name).touch()
+
+    build_new(place / "merged", fill, "--output")
+    before, after = order[: order.index("renamed")], order[order.index("renamed") :]
+    assert {"weights", "parts", "of"} < {*before} and before[-1].startswith(".merged."), "its list of files"
+    assert after == ["renamed", place.name]
+
+
+def test_what_a_killed_process_has_left_of_a_folder_goes_by_its_exact_name(place: Path) -> None:
+    for name in (".m[1]*.0.partial", ".m1.0.partial", ".m[1]*x.0.partial"):
+        (place / name).mkdir()
+    build_new(place / "m[1]*", lambda folder: None, "--output")
+    assert sorted(each.name for each in place.iterdir()) == [".m1.0.partial", ".m[1]*x.0.partial", "m[1]*"]
+
+
+def test_a_place_that_takes_no_folder_is_told_with_the_reason(place: Path) -> None:
+    (place / "link").symlink_to("gone")
+    for output, reason in (
+        (Path("/proc/new"), "no file can be made in /proc"),
+        (place / "link" / "new", "link is a link to gone, which is not there"),
+    ):
+        with pytest.raises(UserError, match=f"{output} cannot be written: .*{reason}"):
+            check_new(output, "--output")
+    with pytest.raises(UserError, match="cannot be written: File name too long"):
+        build_new(place / ("n" * 300), lambda folder: None, "--output")

@@ -192,7 +192,7 @@ def plan(options: argparse.Namespace) -> None:
         if options.layouts:
             plans = [each for row in rows for each in plan.layouts(row, *where)]
         else:
-            plans = [plan.answer_or_reason(row, *where) for row in rows]
+            plans = [*plan.answers_or_reasons(rows, *where)]
         text, figures = plan_text.comparison_text(plans, plan_text.width()), [row.model_dump() for row in plans]
     else:
         plans = [plan.answer(rows[0], *where)]

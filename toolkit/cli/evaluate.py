@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, Valida
 from toolkit.cli.keys import Keys
 from toolkit.common import UserError
 from toolkit.files import not_writable, read_file, set_aside, write_json
+from toolkit.recipe.base import Place
 from toolkit.report.evaluation import FILE, Evaluation
 from toolkit.train.scoring import METRICS
 
@@ -46,7 +47,7 @@ class Questions(Keys):
     """Examples in each prompt; by default what the task says."""
     limit: PositiveInt | None = None
     """Samples of each task, at most."""
-    include_path: str | None = None
+    include_path: Place | None = None
     """A folder with tasks of one's own."""
     chat_template: bool | None = None
     """Whether prompts are conversations; by default as the run's rows were."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -30,10 +31,17 @@ def port(text: str) -> int:
 
 def new_file(text: str) -> Path:
     """A file that can be written, in a folder that need not be there: what goes into it may take minutes to find."""
-    file = Path(text)
+    file = Path(os.path.expanduser(text))
     if reason := f"{file} is a folder" if file.is_dir() else not_writable(file.parent):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
     return file
+
+
+def new_folder(text: str) -> Path:
+    """A folder that is made. Of `--output=~/merged` no shell has filled in the home folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text names no folder")
+    return Path(os.path.expanduser(text))
 
 
 def price(text: str) -> float:

@@ -75,15 +75,34 @@ def answer(arguments: Sequence[str], folder: str | None, price: float | None, se
     )
 
 
-def answer_or_reason(
-    arguments: Sequence[str], folder: str | None, price: float | None, serve: int | None = None
-) -> Plan | Refused:
-    """One plan of several, without advice. What cannot run is a row with its reason; what is misspelt is an error.
+def answers_or_reasons(
+    rows: Sequence[Sequence[str]], folder: str | None, price: float | None, serve: int | None = None
+) -> list[Plan | Refused]:
+    """Several plans, without advice. What cannot run is a row with its reason; what is misspelt is an error, before
+    the first is planned, which may take minutes.
 
     Raises:
-        UserError: For unknown keys, recipes and hardware, and values of a wrong type.
+        UserError: For unknown keys, recipes and hardware, and values of a wrong type; with those of all rows.
     """
-    loaded, overrides, hardware = _parts(arguments, folder, load)
+    read, wrong = list[tuple[Loaded, list[str], Hardware]](), dict[str, UserError]()
+    for arguments in rows:
+        try:
+            read.append(_parts(arguments, folder, load))
+        except UserError as error:
+            wrong.setdefault(str(error), error)
+    if len(wrong) > 1:
+        changes = dict.fromkeys(each.change for each in wrong.values())
+        several = UserError("\n".join(each.what for each in wrong.values()), "\n".join(filter(None, changes)))
+        several.exit_code = max(each.exit_code for each in wrong.values())
+        raise several
+    for only in wrong.values():
+        raise only
+    return [_answer_or_reason(*parts, price, serve) for parts in read]
+
+
+def _answer_or_reason(
+    loaded: Loaded, overrides: list[str], hardware: Hardware, price: float | None, serve: int | None
+) -> Plan | Refused:
     reason = "\n".join(
         f"{problem.path}: {problem.what}" + (f"; {problem.hint}" if problem.hint else "")
         for problem in check(loaded.recipe, loaded.origins)

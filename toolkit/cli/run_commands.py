@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from toolkit.cli.keys import Keys, read_keys
-from toolkit.cli.option_types import count, new_file, positive, share, temperature, weights
+from toolkit.cli.option_types import count, new_file, new_folder, positive, share, temperature, weights
 from toolkit.cli.registry import command, option
 from toolkit.common import PAGED, UserError, printable, table
 from toolkit.files import write_new
 from toolkit.hub_cache import use_own
+from toolkit.recipe.base import Place
 
 _RUN = option("run", "run", "the run folder")
 _SAMPLING = (
@@ -104,7 +107,7 @@ def chat(options: argparse.Namespace) -> None:
 @command(
     option("runs", "run", "the run folder; of several, the adapters are added up", nargs="+"),
     option("--weights", "W1,W2,…", "how much of each adapter is added, such as 0.7,0.3", type=weights),
-    option("--output", "DIR", "where the merged model goes (default: RUN/merged)"),
+    option("--output", "DIR", "where the merged model goes (default: RUN/merged)", type=new_folder),
 )
 def merge(options: argparse.Namespace) -> None:
     """Merge adapters of runs into their base and prove it equal."""
@@ -114,16 +117,22 @@ def merge(options: argparse.Namespace) -> None:
     _use_own_caches(*runs)
     from toolkit.train.merge import merge
 
-    output = Path(options.output) if options.output else runs[0] / "merged"
+    output = options.output or runs[0] / "merged"
     print(merge(runs, output, options.weights))
     _print_serving(runs[0], output, output.resolve().name if len(runs) > 1 else runs[0].resolve().name)
+
+
+def _named(path: str) -> str:
+    if not path:
+        raise ValueError("an empty text names no folder")
+    return path
 
 
 class Export(Keys):
     """The keys of `toolkit export`."""
 
     format: Literal["int8", "fp8", "nf4", "int4", "gguf", "gguf_q8_0"]
-    output: str | None = None
+    output: Annotated[Place, AfterValidator(_named)] | None = None
     """The folder; by default that of the run with the format's name."""
 
 

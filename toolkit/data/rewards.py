@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
 import json
 import math
@@ -28,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.common import UserError, in_a_line
+from toolkit.data.reward_files import read
 from toolkit.data.thoughts import spoken
 from toolkit.data.words import COMMONEST, SCRIPTS
 from toolkit.recipe.reinforcement import (
@@ -236,17 +236,6 @@ def needs_reference(part: Reward) -> bool:
     return isinstance(part, ExactMatch | NumericMatch)
 
 
-def file_hashes(rewards: Rewards) -> dict[str, str]:
-    """Hashes of the files that scores follow from, by the keys that name them.
-
-    Raises:
-        UserError: One cannot be read.
-    """
-    schema = rewards.json_schema.schema_file if rewards.json_schema else None
-    files = {"rewards.file": rewards.file, "rewards.json_schema.schema_file": schema}
-    return {key: hashlib.sha256(_source(key, path)).hexdigest() for key, path in files.items() if path}
-
-
 class Scorer:
     """Scores answers as a recipe's `rewards` say.
 
@@ -362,13 +351,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def _source(key: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{key}: {path} cannot be read: {error.strerror}", "correct the path") from None
-
-
 def _function(rewards: Rewards) -> Callable[..., Any]:
     """The user's own function, from a file that may run."""
     assert rewards.file and rewards.trust_python, "code runs only where the recipe says so"
@@ -378,7 +360,7 @@ def _function(rewards: Rewards) -> Callable[..., Any]:
     sys.modules[_MODULE] = module
     names = vars(module)
     try:
-        exec(compile(_source("rewards.file", rewards.file), rewards.file, "exec", dont_inherit=True), names)
+        exec(compile(read("rewards.file", rewards.file), rewards.file, "exec", dont_inherit=True), names)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

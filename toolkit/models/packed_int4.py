@@ -53,6 +53,7 @@ def pack(model: Any, whole: Sequence[str]) -> None:
         UserError: If it has none.
     """
     from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.offload import dispatch
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,
@@ -68,12 +69,14 @@ def pack(model: Any, whole: Sequence[str]) -> None:
     stored = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
     scheme = QuantizationScheme(targets=["Linear"], weights=stored)
     config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=sorted(linear.keys() - taken.keys()))
-    apply_quantization_config(model, config)
+    apply_quantization_config(model, config, show_progress=False)
     for each in taken.values():
         each.get_parameter("weight_scale").data.copy_(scales(each.weight.detach(), group))
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.packed_by = compressor
+    # Of restoring, which its first pass does, one bar is shown whatever `TQDM_DISABLE` says.
+    dispatch.tqdm = lambda modules, **shown: modules
 
 
 def save(model: Any, folder: Path) -> None:

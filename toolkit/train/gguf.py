@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from toolkit.common import UserError, brief, printable
+from toolkit.own_process import end_with_parent
 
 FILE = "model.gguf"
 FORMATS = ("gguf", "gguf_q8_0")
@@ -50,7 +51,7 @@ def convert(model: Path, file: Path, form: str, dtype: torch.dtype) -> None:
     """
     kind = _OUTTYPES[dtype] if form == "gguf" else form.removeprefix("gguf_")
     command = [sys.executable, str(converter()), str(model), "--outfile", str(file), "--outtype", kind]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=end_with_parent)
     if done.returncode or not file.is_file():
         last = next((line for line in done.stderr.splitlines()[::-1] if line.strip()), f"exit code {done.returncode}")
         if missing := re.search(r"No module named '(\w+)", last):

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from transformers import TrainerCallback
 
-from toolkit.cache import cache_dir, find, writable
+from toolkit.cache import cache_dir, find, keep
 from toolkit.common import UserError, content_hash
 from toolkit.files import write_atomically
 from toolkit.models import device
@@ -83,7 +83,7 @@ class Reference(TrainerCallback):
             write_atomically(own, content)
             if stored is None:
                 with contextlib.suppress(OSError):  # The run has its own.
-                    write_atomically(writable(cached), content)
+                    keep(cached, content)
 
 
 def _key(session: Session) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from toolkit.data.rewards import file_hashes
+from toolkit.data.reward_files import file_hashes
 from toolkit.files import read_file, set_aside, write_atomically
 from toolkit.recipe import Recipe
 from toolkit.report.held_out_rows import FILE, Estimate, HeldOutRows

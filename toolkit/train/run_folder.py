@@ -32,7 +32,7 @@ from toolkit.cache import LOCK, locked
 from toolkit.common import UserError, content_hash
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
-from toolkit.files import remove_partial, set_aside, write_json
+from toolkit.files import not_writable, remove_partial, set_aside, write_json
 from toolkit.recipe import Loaded, Recipe, files
 from toolkit.recipe.teaching import of_teacher
 from toolkit.report.load import read_manifest
@@ -284,7 +284,8 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}", "set output.dir to a folder you own") from error
+        why = not_writable(path) or error.strerror
+        raise UserError(f"{path} cannot be written: {why}", "set output.dir to a folder you own") from error
     return RunFolder(
         path,
         accepted=not (named or used(path)),

@@ -18,7 +18,7 @@ from toolkit.recipe import Recipe
 from toolkit.seal import fault, seal
 from toolkit.train import fast_folder
 from toolkit.train.checkpoint import rotate
-from toolkit.train.storage import boot, flush, unwritable
+from toolkit.train.storage import boot, flush, flush_all, unwritable
 
 Take = Callable[[Recipe, Path], dict[str, Any] | None]
 """As `fast_folder.take_left`."""
@@ -78,8 +78,7 @@ def complete(folder: Path, values: Mapping[str, Any], limit: int | None) -> None
     room(aside(folder)).unlink(missing_ok=True)
     remove_partial(written)  # Of a seal, by one that was killed.
     write_json(note := written.with_suffix(".json"), {**values, _IN_MEMORY: boot()})
-    for each in (*written.rglob("*"), written):
-        flush(each)
+    flush_all(written)
     write_json(note, values)
     flush(seal(written, values))
     flush(written)

@@ -17,7 +17,8 @@ from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, TrainingArguments
 
 from toolkit.common import in_background
-from toolkit.data.rewards import Scorer, file_hashes
+from toolkit.data.reward_files import file_hashes
+from toolkit.data.rewards import Scorer
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes
 from toolkit.distributed.rendezvous import Rendezvous

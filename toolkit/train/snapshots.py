@@ -28,6 +28,7 @@ from toolkit.models.pipeline import chain
 from toolkit.models.sharded_parts import LAYERS
 from toolkit.seal import seal
 from toolkit.train.save import gathered
+from toolkit.train.storage import flush, flush_all
 
 
 def take(trainer: Any, dtypes: Dtypes) -> dict[str, torch.Tensor]:
@@ -63,12 +64,14 @@ def write(state: Mapping[str, torch.Tensor], folder: Path, values: Mapping[str, 
     try:
         save_torch_state_dict(dict(state), partial)
         seal(partial, values)
+        flush_all(partial)
     except Exception:
         # Checkpoints need the room.
         shutil.rmtree(partial, ignore_errors=True)
         raise
     share(partial)
     partial.rename(folder)
+    flush(folder.parent)
 
 
 def mean(folders: list[Path]) -> dict[str, torch.Tensor]:

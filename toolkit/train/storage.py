@@ -11,7 +11,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from toolkit.cache import build_once
+from filelock import Timeout
+
+from toolkit.cache import build_beside, locked
 from toolkit.common import UserError, bytes_text
 from toolkit.files import not_writable
 
@@ -69,9 +71,17 @@ def check_new(output: Path, key: str) -> None:
         UserError: If there is something already, or nothing can be written.
     """
     if os.path.lexists(output):
-        raise UserError(f"{output} exists already", f"name another folder with {key}")
+        raise UserError(f"{output} exists already", _name(key))
     if reason := not_writable(output.parent):
-        raise UserError(f"{output} cannot be written: {reason}", f"name another folder with {key}")
+        raise _refused(output, reason, key)
+
+
+def _refused(output: Path, reason: str, key: str) -> UserError:
+    return UserError(f"{output} cannot be written: {reason}", _name(key))
+
+
+def _name(key: str) -> str:
+    return f"name another folder with {key}"
 
 
 def build_new(output: Path, build: Callable[[Path], None], key: str) -> None:
@@ -82,22 +92,27 @@ def build_new(output: Path, build: Callable[[Path], None], key: str) -> None:
         key: What names another folder.
 
     Raises:
-        UserError: If its disk has no room, or another process fills it at the same time.
+        UserError: If its disk has no room or takes no such folder, or another process fills it at the same time.
     """
-    built = False
 
     def fill(folder: Path) -> None:
-        nonlocal built
         with room_for(output, folder, key):
             build(folder)
-        built = True
+            flush_all(folder)
 
-    try:
-        build_once(output, fill)
-    finally:
-        Path(f"{output}.lock").unlink(missing_ok=True)
-    if not built:
-        raise UserError(f"another process has written {output} meanwhile", f"use it, or name another with {key}")
+    lock = Path(f"{output}.lock")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(lock, timeout=1))
+        except Timeout:
+            raise UserError(f"another process writes {output} right now", f"wait for it, or {_name(key)}") from None
+        except OSError as error:
+            raise _refused(output, error.strerror or str(error), key) from error
+        stack.callback(lock.unlink, missing_ok=True)  # While it is held: the next process may have its own.
+        if os.path.lexists(output):
+            raise UserError(f"another process has written {output} meanwhile", f"use it, or {_name(key)}")
+        build_beside(output, fill)
+        flush(output.parent)
 
 
 @contextlib.contextmanager
@@ -122,7 +137,7 @@ def room_for(output: Path, folder: Path, key: str) -> Iterator[None]:
         if number != errno.EFBIG:
             held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             room = bytes_text(shutil.disk_usage(folder).free + held)
-            change = f"free space there, where {room} were not enough, or name another folder with {key}"
+            change = f"free space there, where {room} were not enough, or {_name(key)}"
         raise UserError(f"{output} cannot be written: {_STORAGE[number]}", f"{change}; nothing was written") from error
 
 
@@ -183,3 +198,10 @@ def flush(place: Path) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
+
+
+def flush_all(folder: Path) -> None:
+    """Has all of a folder on the drive, see `flush`, before it is moved to where it counts: after a loss of power a new
+    name may be there already and what was written under the old one not yet."""
+    for each in (*folder.rglob("*"), folder):
+        flush(each)

@@ -59,7 +59,7 @@ from toolkit.train.session import Session
 from toolkit.train.setup import Callbacks, set_up
 from toolkit.train.snapshots import put
 from toolkit.train.startup import StartUp
-from toolkit.train.storage import unwritable
+from toolkit.train.storage import flush, flush_all, unwritable
 from toolkit.train.unpickling import only_data
 from toolkit.train.watchdog import Watchdog, beat, watching
 
@@ -308,8 +308,10 @@ def _save_final(session: Session, callbacks: Callbacks, chosen: Chosen | None) -
     if recipe.embeds:
         write_modules(place, session.source)
     files = {name: content for name, content in contents(place).items() if name != "README.md"}
+    flush_all(place)
     shutil.rmtree(folder.final, ignore_errors=True)
     place.rename(folder.final)
+    flush(folder.path)
     folder.update_manifest(
         **_figures(session, callbacks.meter, round(callbacks.meter.seconds(), 1)),
         published=chosen.published if chosen else None,

@@ -23,7 +23,7 @@ from accelerate.utils import broadcast_object_list
 import toolkit
 from toolkit.cache import cache_dir, find, keep
 from toolkit.common import content_hash
-from toolkit.data.rewards import file_hashes
+from toolkit.data.reward_files import file_hashes
 from toolkit.models import device
 from toolkit.train.evaluate import Evaluated, before_training, evaluate, session_answers
 from toolkit.train.session import Session
