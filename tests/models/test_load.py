@@ -401,7 +401,7 @@ def test_weights_are_read_to_the_device_unless_they_are_divided_first(
     source = dataclasses.replace(ModelSource.open(recipe()), recipe=load("small", overrides).recipe)
     maps = []
 
-    def read(of: Any, arguments: dict[str, Any], *args: Any) -> Any:
+    def read(of: Any, arguments: dict[str, Any], *args: Any, **how: Any) -> Any:
         maps.append(arguments)
         return SimpleNamespace(config=None)
 
