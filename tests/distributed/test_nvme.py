@@ -145,10 +145,8 @@ def test_weights_that_come_from_a_drive_are_those_that_went_there(
     """More of them than there are buffers, and larger than buffers are at first; DeepSpeed by itself ends there."""
     plain = ranks.run(place, "recipe=small", "output.name=plain", *(each for each in own if each != ON_DRIVE))
     assert plain.returncode == 0, plain.stderr[-2000:]
-    drive = [*NVME, "strategy.offload_optimizer=cpu", "strategy.nvme_path=drive"]
-    swapped = ranks.run(
-        place, "recipe=small", "output.name=nvme", *drive, *own, processes=processes, entry="nvme_files"
-    )
+    run = ["recipe=small", "output.name=nvme", *NVME, "strategy.nvme_path=drive", *own]
+    swapped = ranks.run(place, *run, processes=processes, entry="nvme_files")
     assert swapped.codes == [0] * processes, swapped.stderr[-3000:]
     assert losses(place / "runs" / "nvme") == pytest.approx(losses(place / "runs" / "plain"), rel=1e-6)
 

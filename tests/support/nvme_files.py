@@ -14,6 +14,8 @@ import cpu_engines
 import numpy as np
 import torch
 
+_LOCKED = set[int]()
+
 
 class Files:
     """DeepSpeed's `aio_handle`."""
@@ -47,15 +49,18 @@ class Files:
 
     def new_cpu_locked_tensor(self, size: int, example: Any) -> Any:
         """A tensor of the example's dtype."""
-        return torch.empty(size, dtype=example.dtype)
+        tensor = torch.empty(size, dtype=example.dtype)
+        _LOCKED.add(tensor.untyped_storage().data_ptr())
+        return tensor
 
     def free_cpu_locked_tensor(self, tensor: Any) -> bool:
         """Python frees it."""
+        _LOCKED.discard(tensor.untyped_storage().data_ptr())
         return True
 
     def is_pinned(self, tensor: Any) -> bool:
-        """All can be read into."""
-        return True
+        """Whether it was made here; others go through buffers."""
+        return tensor.untyped_storage().data_ptr() in _LOCKED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
