@@ -16,11 +16,12 @@ sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.getcwd())
 if str(Path(_HERE).parent) not in sys.path:
     sys.path.insert(0, str(Path(_HERE).parent))
 
+try:
+    from toolkit.train.main import main
+    from toolkit.train.process import leave
+except KeyboardInterrupt:
+    print("stopped by Ctrl-C: nothing was begun", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
+
 if __name__ == "__main__":
-    try:
-        from toolkit.train.main import main
-        from toolkit.train.process import leave
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C: nothing was begun", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
     leave(main)
