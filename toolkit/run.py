@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 # As a script, this file's folder comes first on the path and its modules would shadow others of the same name.
@@ -17,19 +16,12 @@ sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.getcwd())
 if str(Path(_HERE).parent) not in sys.path:
     sys.path.insert(0, str(Path(_HERE).parent))
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains, see `train.main`."""
-    from toolkit.train.main import main as train
-
-    return train(arguments)
-
+try:
+    from toolkit.train.main import main
+    from toolkit.train.process import leave
+except KeyboardInterrupt:
+    print("stopped by Ctrl-C: nothing was begun", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
 
 if __name__ == "__main__":
-    try:
-        import toolkit.train.main  # noqa: F401
-        from toolkit.train.process import leave
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C: nothing was begun", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
     leave(main)
