@@ -134,6 +134,7 @@ def test_places_are_counted_among_different_texts() -> None:
     assert ranks(vectors, keys).tolist() == [2, 1, 2]
     same = torch.ones_like(vectors) / math.sqrt(3)
     assert ranks(same, keys).tolist() == [5, 5, 5], "a model that tells nothing apart finds nothing"
+    assert ranks(same * math.nan, keys).tolist() == [5, 5, 5], "nor does one whose numbers have broken"
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ def cosent(vectors: torch.Tensor, scores: torch.Tensor, temperature: float) -> t
 def ranks(vectors: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """(rows,) the place at which each anchor finds its own positive among all different candidates, from 1 on.
 
-    What is known to belong to the anchor as well does not stand before it, and what is as near does.
+    What is known to belong to the anchor as well does not stand before it, and what is as near does; so does all else
+    where vectors are not numbers.
     """
     flat = torch.cat([keys[:, 1], keys[:, 2:].flatten()])
     _, inverse = torch.unique(flat, return_inverse=True)
@@ -153,8 +154,8 @@ def ranks(vectors: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     for rows in torch.arange(len(vectors), device=keys.device).split(max(1, _AT_ONCE // len(first))):
         anchors, own = vectors[rows, 0], vectors[rows, 1]
         known = known_positives(keys, rows)[:, first] | (flat[first] == keys[rows, 1:2])
-        nearer = (anchors @ candidates.T >= (anchors * own).sum(-1, keepdim=True)) & ~known
-        found.append(1 + nearer.sum(1))
+        further = anchors @ candidates.T < (anchors * own).sum(-1, keepdim=True)
+        found.append(1 + (~further & ~known).sum(1))
     return torch.cat(found)
 
 
