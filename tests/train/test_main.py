@@ -482,6 +482,7 @@ def test_resume_refuses_other_data(place: Path, capsys: pytest.CaptureFixture[st
     assert main(["recipe=small"]) == 1
     message = capsys.readouterr().err
     assert "the data of runs/small changed" in message and "output.name" in message
+    assert "tokenizer, chat template" in message, "which change the rows as well"
     (place / "chat.jsonl").write_text("".join(rows), encoding="utf-8")
     assert main(["recipe=small", "batch.micro_batch_size=1"]) == 0  # As after running out of memory.
 

@@ -9,6 +9,8 @@ from toolkit.recipe import Loaded, files
 from toolkit.recipe.precisions import PRECISIONS
 
 MANIFEST = "manifest.json"
+ALSO_CHANGED = ", or what prepares it: tokenizer, chat template, version of this toolkit"
+"""Of a hash of data, which follows from these, too."""
 RESERVED = ".reserved"
 """A file that makes room for a last word where the disk is full when the run ends."""
 

@@ -23,6 +23,7 @@ from toolkit.models.load import ModelSource
 from toolkit.recipe.load import load_resolved
 from toolkit.report.evaluation import ROWS, HeldOut
 from toolkit.report.load import read_manifest
+from toolkit.train.continued import ALSO_CHANGED
 from toolkit.train.evaluate import generate
 from toolkit.train.export import load_begun, load_trained, on_device
 from toolkit.train.scoring import METRICS, scored
@@ -104,8 +105,8 @@ def held_out_rows(run: Path, source: ModelSource, tokenizer: Any, rows: int) -> 
     then = read_manifest(run)[0].hashes.get("data", prepared.fingerprint)
     if prepared.fingerprint != then:
         raise UserError(
-            f"the data of {run} changed since the run began ({then} then, {prepared.fingerprint} now): rows that were "
-            "trained on may be among those held out now",
+            f"the data of {run} changed since the run began{ALSO_CHANGED} ({then} then, {prepared.fingerprint} now): "
+            "rows that were trained on may be among those held out now",
             "restore it, or ask benchmarks: toolkit evaluate RUN tasks=…",
         )
     if not prepared.eval:

@@ -39,7 +39,7 @@ from toolkit.report.load import read_manifest
 from toolkit.report.manifest import Manifest
 from toolkit.seal import damage
 from toolkit.train import checkpoint
-from toolkit.train.continued import MANIFEST, RESERVED, used
+from toolkit.train.continued import ALSO_CHANGED, MANIFEST, RESERVED, used
 from toolkit.train.fast_folder import take_left
 from toolkit.train.left_parts import LeftParts
 from toolkit.train.sealing import Take, aside, complete_left, is_left
@@ -142,8 +142,9 @@ class RunFolder:
         if loaded.recipe.checkpoint.resume == "auto":
             for kind, after in hashes.items():
                 if (then := before.hashes.get(kind, after)) != after:
+                    also = ALSO_CHANGED if kind == "data" else ""
                     raise UserError(
-                        f"the {kind} of {self.path} changed since the run began ({then} then, {after} now)",
+                        f"the {kind} of {self.path} changed since the run began{also} ({then} then, {after} now)",
                         "restore it, or start anew: output.name=NEW, or checkpoint.resume=never",
                     )
         if before.started:
