@@ -21,14 +21,17 @@ from toolkit.models.imports import quick_imports
 from toolkit.planner.trace import store
 from toolkit.planner.trace.__main__ import answer
 
-# Kept between sessions and shared by parallel workers: the built-in model is converted once.
-CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "toolkit"
+# Kept between sessions and shared by parallel workers: the built-in model is converted once. Apart from a user's own,
+# as what is put there of this CPU is none of its figures.
+CACHE = Path(os.environ.get("TOOLKIT_CACHE", Path(__file__).resolve().parent.parent / ".pytest_cache"))
 RANKS = pytest.StashKey[Ranks]()
 IMPORTS = ExitStack()
 
-os.environ.setdefault("TOOLKIT_CACHE", str(CACHE))
+if CACHE.name != "of_tests":  # A worker has it already.
+    CACHE /= "of_tests"
 os.environ.update(
-    HF_HOME=str(Path(os.environ["TOOLKIT_CACHE"]) / "huggingface"),
+    TOOLKIT_CACHE=str(CACHE),
+    HF_HOME=str(CACHE / "huggingface"),
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
     DO_NOT_TRACK="1",
@@ -45,7 +48,7 @@ for name in list(os.environ):
     if name in ("HF_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("ACCELERATE_", "FSDP_")):
         del os.environ[name]
 IMPORTS.enter_context(quick_imports())
-leave_unmeasured(Path(os.environ["TOOLKIT_CACHE"]))
+leave_unmeasured(CACHE)
 
 
 @pytest.fixture(scope="session")

@@ -272,6 +272,7 @@ CASES = [
     ("prompts-left-out", ["prompts=[a,b,c,d]"], ["evaluation.num_prompts=4"]),
     ("output-name", ["output.name=../elsewhere"], ["output={dir: ../elsewhere, name: run}"]),
     ("output-name", ["output.name=/tmp/run"], ["output.name=run"]),
+    ("output-name", ["output.name=."], ["output.name=run"]),
     ("strategy-keys", ["strategy.reduce_bucket_size=5"], ["~strategy.reduce_bucket_size"]),
     ("strategy-keys", ["strategy.offload_optimizer=cpu"], ["strategy.name=zero2"]),
     ("strategy-keys", ["strategy.name=single", "strategy.offload_param=cpu"], ["strategy.name=fsdp"]),

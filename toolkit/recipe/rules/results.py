@@ -39,6 +39,11 @@ def _judged_by_evaluations(key: str) -> Rule:
     )
 
 
+def _inside(name: PurePath) -> bool:
+    """Whether a folder of this name lies in another one, and is not that one itself."""
+    return bool(name.parts) and not name.is_absolute() and ".." not in name.parts
+
+
 RESULT_RULES = {
     "checkpoint-both-intervals": Rule(
         "checkpoint.save_epochs",
@@ -139,7 +144,7 @@ RESULT_RULES = {
     ),
     "output-name": Rule(
         "output.name",
-        lambda r, _: PurePath(r.output.name or "").is_absolute() or ".." in PurePath(r.output.name or "").parts,
+        lambda r, _: r.output.name and not _inside(PurePath(r.output.name)),
         "the run folder must lie inside output.dir",
         "set output.dir for the place, and output.name to a name",
     ),
