@@ -69,12 +69,12 @@ def remove_abandoned(root: Path, pattern: str, spared: str) -> None:
 
     Args:
         pattern: Of their names.
-        spared: Of the names of those that stay.
+        spared: Of the names of those that stay; empty if none does.
     """
     for folder in root.glob(pattern):
         # A stranger's may not be looked into.
         with contextlib.suppress(Timeout, OSError):
-            if folder.match(spared):
+            if spared and folder.match(spared):
                 continue
             if folder.lstat().st_uid == os.geteuid() and (folder / ".lock").is_file():
                 with locked(folder / ".lock", timeout=0):
