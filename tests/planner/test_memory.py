@@ -464,7 +464,7 @@ _PROCESS = 1200 * 2**20
             "h100x8",
             {"strategy": {"name": "zero3", **_NVME}},
             {"processes": 16 * _PROCESS, "gradients": 18e6, "loading": 9e6, "saving": 9e6}
-            | {"staging": 8 * (4 * 4 * 4.5e6 / 8 + 5 * 1e8 * 2)},
+            | {"staging": 8 * (4 * 4 * 4.5e6 / 8 + 5 * 1e6 / 8 * 2), "parameters": 2 * 4.5e6},
         ),
         (
             "h100x8",
