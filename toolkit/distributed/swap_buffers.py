@@ -33,13 +33,14 @@ class SwapBuffers(AsyncPartitionedParameterSwapper):
     def __init__(self, ds_config: Any, model_dtype: Any) -> None:
         self._readers: dict[int, Any] = {}
         settings = ds_config.zero_config.offload_param
-        if "buffer_size" not in settings.model_fields_set:
+        # Those of GPUDirect Storage lie on the device, and stay as large as they are configured.
+        if "buffer_size" not in settings.model_fields_set and not ds_config.aio_config["use_gds"]:
             settings.buffer_size = _LEAST
         super().__init__(ds_config, model_dtype)
 
     def get_buffer(self, param: Any, numel: int) -> Any:
         """A buffer for a part of a weight that is about to be written for the first time."""
-        if numel > self.elements_per_buffer and not self.param_id_to_buffer_id:
+        if numel > self.elements_per_buffer and not self.param_id_to_buffer_id and not self.use_gds:
             self._grow(numel)
         return super().get_buffer(param, numel)
 
