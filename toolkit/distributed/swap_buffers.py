@@ -84,10 +84,11 @@ class SwapBuffers(AsyncPartitionedParameterSwapper):
             if away:
                 self.remove_partition_and_release_buffers([param])
 
-    def drop(self, params: Iterable[Any]) -> None:
-        """Frees the buffers of these weights, which are about to change on the drive."""
-        self.synchronize_reads()
-        self.remove_partition_and_release_buffers([each for each in params if each.ds_id in self._readers])
+    def drop(self, param: Any) -> None:
+        """Frees the buffer of a weight that is about to change on the drive, if it has one."""
+        if param.ds_id in self._readers:
+            self.synchronize_reads()
+            self.remove_partition_and_release_buffers([param])
 
     def _grow(self, numel: int) -> None:
         self.synchronize_writes()
@@ -129,7 +130,7 @@ def managed() -> Iterator[None]:
         # DeepSpeed changes what it finds in a buffer there alone, and it would be lost with the buffer.
         for each in self.fp16_groups[group]:
             if each.nvme_swapper is not None:
-                each.nvme_swapper.drop([each])
+                each.nvme_swapper.drop(each)
         update(self, group)
 
     partition_parameters.AsyncPartitionedParameterSwapper = SwapBuffers
