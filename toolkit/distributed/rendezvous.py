@@ -278,8 +278,8 @@ class Rendezvous:
                 ever = any(beats[rank] for rank in silent)
                 how = "stopped answering {:g} s ago" if ever else "did not answer within {:g} s"
                 raise self._gone(silent, how.format(TIMEOUT_SECONDS))
-            # Prompt at first, and light on the store where thousands wait for an hour of tokenising.
-            time.sleep(min(1.0, 0.05 + (moment - began) / 20))
+            # Prompt at first, and light on the store where thousands ask, or wait for an hour of tokenising.
+            time.sleep(min(1.0, min(0.05, self.world.world_size / 1000) + (moment - began) / 20))
         return values
 
     def _gone(self, ranks: Sequence[int], how: str) -> UserError:
@@ -365,7 +365,8 @@ def _open_store(world: World) -> tuple[PrefixStore, str]:
 
 def _reach(host: str, port: int) -> str:
     """Waits until the first process listens. The store would wait as well, but with pages of stack traces."""
-    end = time.monotonic() + TIMEOUT_SECONDS
+    began = time.monotonic()
+    end = began + TIMEOUT_SECONDS
     while True:
         try:
             with socket.create_connection((host, port), timeout=max(1.0, end - time.monotonic())) as connection:
@@ -377,7 +378,7 @@ def _reach(host: str, port: int) -> str:
                     "start the first node, and open that port to this one; --main_process_ip must be an address of the "
                     "first node",
                 ) from None
-        time.sleep(0.2)
+        time.sleep(min(0.2, 0.01 + (time.monotonic() - began) / 10))
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
