@@ -87,13 +87,42 @@ import sys
 from pathlib import Path
 sys.path.append({str(SUPPORT)!r})
 from tiny import tiny_gguf
-tiny_gguf(Path(sys.argv[1]), Path(sys.argv[3]))
+if "--vocab-only" in sys.argv:
+    Path(sys.argv[3]).touch()
+else:
+    tiny_gguf(Path(sys.argv[1]), Path(sys.argv[3]))
 """
     script(tmp_path, writes, monkeypatch)
     run = trained("scaled", *LORA)
     assert main(["export", str(run), "format=gguf"]) == 0
     proof = json.loads((run / "gguf" / "export_proof.json").read_text(encoding="utf-8"))
     assert proof["distance_as_saved"] == 0 and proof["distance"] < 1e-5
+
+
+@pytest.mark.parametrize("method", [LORA, ["method=full"]], ids=["lora", "full"])
+def test_what_it_does_not_take_is_said_before_weights_are_merged(
+    method: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    populate(tmp_path, "llama")
+    # As the real one: architecture and vocabulary are all that it reads.
+    knows = """
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+assert "--vocab-only" in sys.argv and (folder / "tokenizer.json").is_file()
+sys.exit("Model {architectures[0]} of {vocab_size} tokens is not supported".format_map(
+    json.loads((folder / "config.json").read_text())
+))
+"""
+    script(tmp_path, knows, monkeypatch)
+    run = trained("unknown", *method)
+    size = json.loads(Path("llama/config.json").read_text(encoding="utf-8"))["vocab_size"]
+    capsys.readouterr()
+    assert main(["export", str(run), "format=gguf"]) == 1
+    said = capsys.readouterr()
+    assert f"Model LlamaForCausalLM of {size} tokens is not supported" in said.err and not said.out
+    assert not (run / "gguf").exists()
 
 
 @pytest.mark.matrix

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -50,7 +51,24 @@ def convert(model: Path, file: Path, form: str, dtype: torch.dtype) -> None:
         UserError: If there is no converter, or it cannot convert this model.
     """
     kind = _OUTTYPES[dtype] if form == "gguf" else form.removeprefix("gguf_")
-    command = [sys.executable, str(converter()), str(model), "--outfile", str(file), "--outtype", kind]
+    _run(model, file, "--outtype", kind)
+
+
+def check(model: Path) -> None:
+    """Has the converter write the vocabulary alone, in seconds: it needs no weights for it.
+
+    Args:
+        model: A folder with a configuration and a tokenizer.
+
+    Raises:
+        UserError: As `convert` does.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _run(model, Path(folder) / FILE, "--vocab-only")
+
+
+def _run(model: Path, file: Path, *options: str) -> None:
+    command = [sys.executable, str(converter()), str(model), "--outfile", str(file), *options]
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=end_with_parent)
     if done.returncode or not file.is_file():
         last = next((line for line in done.stderr.splitlines()[::-1] if line.strip()), f"exit code {done.returncode}")

@@ -7,10 +7,12 @@ run's model is measured on real rows and told, see `export_proof`. An adapter is
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib.util
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +133,8 @@ def export(run: Path, form: str, output: Path) -> str:
         )
     _require_layers(source, form)
     tokenizer = source.tokenizer(saved=final)
+    if form in gguf.FORMATS:
+        _check_converter(source, final, tokenizer)
     probe = Probe.of(source, tokenizer)
     wanted = probe.outputs(on_device(load_trained(run)[1], recipe), dtypes(recipe).autocast)
     _free()
@@ -199,6 +203,25 @@ def _require_layers(source: ModelSource, form: str) -> None:
             f"{FORMATS[form].package} takes" + (f", but {' or '.join(sorted(kinds))}" if kinds else ""),
             f"take format={' or '.join(others)}" if others else "use the run's model as it is",
         )
+
+
+def _check_converter(source: ModelSource, final: Path, tokenizer: Any) -> None:
+    """Refuses what llama.cpp's converter does not take before an adapter is merged, which may take an hour."""
+    recipe = source.recipe
+    if recipe.method.name != "lora":
+        gguf.check(final)
+        return
+    with by_itself(), torch.device("meta"):
+        model = from_config(recipe.objective, copy.deepcopy(source.config), recipe.model.trust_remote_code)
+    config = model.config
+    config.architectures, config.get_text_config().vocab_size = [type(model).__name__], source.vocab_size
+    if hasattr(config, "quantization_config"):  # What is merged has whole weights.
+        del config.quantization_config
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        copy_untouched(Path(folder), source)
+        gguf.check(Path(folder))
 
 
 class _Exporting:
