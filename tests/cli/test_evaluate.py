@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from toolkit.cli.evaluate import Questions, evaluate
 from toolkit.cli.keys import read_keys
 from toolkit.cli.run_commands import Export
 from toolkit.common import UserError
+from toolkit.report.evaluation import FILE, Evaluation, HeldOut, Task
 
 
 def questions(arguments: list[str]) -> Questions:
@@ -57,3 +59,20 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_the_work(
     monkeypatch.setattr(os, "access", lambda place, mode: False)
     with pytest.raises(UserError, match=r"cannot be written: .* is read-only, or another user's"):
         evaluate(tmp_path, read_keys(Questions, [], "docs/evaluate.md"))
+
+
+def test_what_two_processes_find_at_once_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.train.export.refuse_head", lambda run: None)
+    held_out = HeldOut(rows=1, held_out=1, data="ab", batch_size=1, max_new_tokens=1, cut=(0, 0), scores=[])
+    tasks = [Task(name="gsm8k", samples=1, of_samples=1, num_fewshot=0, chat_template=False, scores=[])]
+
+    def meanwhile(*args: Any, **settings: Any) -> HeldOut:
+        monkeypatch.setattr("toolkit.train.benchmarks.evaluate_tasks", lambda *args, **settings: tasks)
+        evaluate(tmp_path, questions(["tasks=gsm8k"]))
+        return held_out
+
+    monkeypatch.setattr("toolkit.train.held_out.evaluate_held_out", meanwhile)
+    shown = evaluate(tmp_path, questions([]))
+    assert shown.held_out and not shown.tasks
+    kept = Evaluation.model_validate_json((tmp_path / FILE).read_bytes())
+    assert kept.held_out == held_out and kept.tasks == tasks

@@ -67,7 +67,6 @@ def evaluate(run: Path, asked: Questions) -> Evaluation:
     refuse_head(run)
     if reason := not_writable(run):
         raise UserError(f"what is found is kept in {run}, which cannot be written: {reason}", "copy the run folder")
-    found = _noted(run / FILE)
     if asked.tasks:
         from toolkit.train.benchmarks import evaluate_tasks
 
@@ -81,18 +80,24 @@ def evaluate(run: Path, asked: Questions) -> Evaluation:
             chat_template=asked.chat_template,
             before=asked.before,
         )
-        names = {task.name for task in new}
-        kept = [task for task in found.tasks if task.name not in names]
-        found, shown = found.model_copy(update={"tasks": [*kept, *new]}), Evaluation(tasks=new)
+        shown = Evaluation(tasks=new)
     else:
         from toolkit.train.held_out import evaluate_held_out
 
-        held_out = evaluate_held_out(
-            run, asked.rows, asked.batch_size, asked.max_new_tokens, asked.metrics, asked.before
+        shown = Evaluation(
+            held_out=evaluate_held_out(
+                run, asked.rows, asked.batch_size, asked.max_new_tokens, asked.metrics, asked.before
+            )
         )
-        found, shown = found.model_copy(update={"held_out": held_out}), Evaluation(held_out=held_out)
-    write_json(run / FILE, found.model_dump())
+    _note(run / FILE, shown)
     return shown
+
+
+def _note(file: Path, new: Evaluation) -> None:
+    """Adds to what was found earlier, which is read only now: another process may have evaluated meanwhile."""
+    earlier, names = _noted(file), {task.name for task in new.tasks}
+    tasks = [*(task for task in earlier.tasks if task.name not in names), *new.tasks]
+    write_json(file, Evaluation(held_out=new.held_out or earlier.held_out, tasks=tasks).model_dump())
 
 
 def _noted(file: Path) -> Evaluation:
