@@ -449,9 +449,8 @@ def test_folders_hold_all_files_of_a_numbered_set(names: list[str], lacking: int
         data = b'{"text": "a"}\n'
         (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     if lacking is not None:
-        assert f"the first that it lacks has the number {lacking}" in (error := refused(tmp_path))
-        pattern = tmp_path / f"*{error.rpartition('/*')[2]}"
-        assert len(read(pattern)) == len(names)  # As the error says.
+        assert f"the first that it lacks has the number {lacking}" in refused(tmp_path)
+        assert len(read(tmp_path / "*.jsonl*")) == len(names)
     else:
         assert read(tmp_path)
 
