@@ -75,6 +75,9 @@ class Reader(ABC):
     def fingerprint(self) -> str:
         """Changes whenever the rows change."""
 
+    def check_unchanged(self) -> None:
+        """Refuses rows of a file that was written since its fingerprint was taken, and may not be those of it."""
+
     @abstractmethod
     def _rows(self) -> Iterator[RawRow]: ...
 
@@ -112,6 +115,7 @@ class _Local(Reader):
     def __init__(self, source: Source, streaming: bool, paths: list[Path]) -> None:
         super().__init__(source, streaming)
         self.paths = paths
+        self._versions: dict[Path, tuple[int, int]] = {}
 
     def local_files(self) -> list[Path]:
         return self.paths
@@ -121,6 +125,7 @@ class _Local(Reader):
         for path in self.paths:
             try:
                 status = path.stat()
+                self._versions[path] = status.st_size, status.st_mtime_ns
                 digest.update(os.fsencode(path.name) + f"\n{status.st_size}\n".encode())
                 if self.streaming:
                     digest.update(f"{status.st_mtime_ns}\n".encode())
@@ -130,6 +135,12 @@ class _Local(Reader):
             except OSError as error:
                 raise UserError(f"`{path}` cannot be read: {error}", "check the file and its permissions") from error
         return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        for path, version in self._versions.items():
+            status = path.stat() if path.exists() else None
+            if status is None or (status.st_size, status.st_mtime_ns) != version:
+                raise UserError(f"`{path}` was written while it was read", "start again once nothing writes it")
 
     def _rows(self) -> Iterator[RawRow]:
         return itertools.chain.from_iterable(map(readers.read, self.paths))
