@@ -49,6 +49,7 @@ class Reader(ABC):
 
     def __init__(self, source: Source, streaming: bool = False) -> None:
         self.source, self.streaming = source, streaming
+        self._versions: dict[Path, tuple[int, int]] = {}
 
     def rows(self) -> Iterator[RawRow]:
         """The rows in order, at most `max_samples` of them.
@@ -76,7 +77,11 @@ class Reader(ABC):
         """Changes whenever the rows change."""
 
     def check_unchanged(self) -> None:
-        """Refuses rows of a file that was written since its fingerprint was taken, and may not be those of it."""
+        """Refuses rows of a local file that was written since its fingerprint was taken, and may not be those of it."""
+        for path, version in self._versions.items():
+            status = path.stat() if path.exists() else None
+            if status is None or (status.st_size, status.st_mtime_ns) != version:
+                raise UserError(f"`{path}` was written while it was read", "start again once nothing writes it")
 
     @abstractmethod
     def _rows(self) -> Iterator[RawRow]: ...
@@ -115,7 +120,6 @@ class _Local(Reader):
     def __init__(self, source: Source, streaming: bool, paths: list[Path]) -> None:
         super().__init__(source, streaming)
         self.paths = paths
-        self._versions: dict[Path, tuple[int, int]] = {}
 
     def local_files(self) -> list[Path]:
         return self.paths
@@ -135,12 +139,6 @@ class _Local(Reader):
             except OSError as error:
                 raise UserError(f"`{path}` cannot be read: {error}", "check the file and its permissions") from error
         return digest.hexdigest()
-
-    def check_unchanged(self) -> None:
-        for path, version in self._versions.items():
-            status = path.stat() if path.exists() else None
-            if status is None or (status.st_size, status.st_mtime_ns) != version:
-                raise UserError(f"`{path}` was written while it was read", "start again once nothing writes it")
 
     def _rows(self) -> Iterator[RawRow]:
         return itertools.chain.from_iterable(map(readers.read, self.paths))
