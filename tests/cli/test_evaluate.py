@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.evaluate import Questions, evaluate
+from toolkit.cli.evaluate import Questions, evaluate, keep
 from toolkit.cli.keys import read_keys
+from toolkit.cli.main import main
 from toolkit.cli.run_commands import Export
 from toolkit.common import UserError
+from toolkit.report.evaluation import FILE, Evaluation, HeldOut, Task
 
 
 def questions(arguments: list[str]) -> Questions:
@@ -57,3 +59,29 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_the_work(
     monkeypatch.setattr(os, "access", lambda place, mode: False)
     with pytest.raises(UserError, match=r"cannot be written: .* is read-only, or another user's"):
         evaluate(tmp_path, read_keys(Questions, [], "docs/evaluate.md"))
+
+
+HELD_OUT = HeldOut(rows=1, held_out=1, data="ab", batch_size=1, max_new_tokens=1, cut=(0, 0), scores=[])
+
+
+def test_what_two_processes_find_at_once_is_kept(tmp_path: Path) -> None:
+    tasks = [Task(name="gsm8k", samples=1, of_samples=1, num_fewshot=0, chat_template=False, scores=[])]
+    newer = [tasks[0].model_copy(update={"samples": 2})]
+    for found in (Evaluation(tasks=tasks), Evaluation(held_out=HELD_OUT), Evaluation(tasks=newer)):
+        keep(tmp_path, found, [])
+    kept = Evaluation.model_validate_json((tmp_path / FILE).read_bytes())
+    assert kept.held_out == HELD_OUT and kept.tasks == newer
+
+
+def test_what_was_found_is_shown_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").touch()
+    monkeypatch.setattr("toolkit.cli.run_commands._use_own_caches", lambda run: None)
+    monkeypatch.setattr("toolkit.train.export.refuse_head", lambda run: None)
+    monkeypatch.setattr("toolkit.train.held_out.evaluate_held_out", lambda *args: (HELD_OUT, [{"prompt": "a"}]))
+    monkeypatch.setattr("toolkit.cli.evaluate.write_json_lines", lambda *args: Path("/dev/full").write_text("a"))
+    assert main(["evaluate", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert HELD_OUT.sentence() in " ".join(told.out.split())
+    assert "No space left on device" in told.err

@@ -208,6 +208,7 @@ def test_format_must_suit_train_on_and_the_tokenizer() -> None:
     ("row", "words"),
     [
         ({"prompt": "p", "completion": 3}, "`completion` is a number"),
+        ({"instruction": "p", "input": float("nan"), "output": "o"}, "`input` is NaN, not a string"),
         ({"text": {"a": 1}}, "`text` is an object"),
         ({"messages": "hello"}, "`messages` is not a list"),
         ({"messages": ["hello"]}, "`messages[0]` is not an object"),

@@ -83,6 +83,26 @@ def test_loads_again_without_reading_rows_and_notices_an_edit(
     assert edited.fingerprint != first.fingerprint and len(edited.train) == 6
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_rows_of_a_file_that_is_written_meanwhile_are_not_kept_for_what_it_held(
+    is_there: bool, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = documents(tmp_path / "a.jsonl", 5), sources.readers.read
+
+    def written(path: Path) -> Any:
+        documents(path, 5, "edit no.")
+        yield from read(path)
+        if not is_there:
+            path.unlink()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sources.readers, "read", written)
+        with pytest.raises(UserError, match="was written while it was read"):
+            prepare(recipe(path), chatml_tokenizer(), STOP, cache)
+    documents(path, 5)
+    assert all(text.startswith("document") for text in texts(prepare(recipe(path), chatml_tokenizer(), STOP, cache)))
+
+
 def test_fingerprint_covers_settings_template_and_tokenizer(tmp_path: Path, cache: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [chat_row(f"q{n}", f"a{n}") for n in range(10)])
     other_template, other_tokens = chatml_tokenizer(), chatml_tokenizer()

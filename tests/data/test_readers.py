@@ -5,6 +5,8 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,37 @@ def test_arrow_and_parquet_are_read_uncompressed(tmp_path: Path) -> None:
         places, rows = zip(*read(tmp_path / name), strict=True)
         assert list(rows) == ROWS * 1500
         assert places[0] == f"{tmp_path / name} row 1" and places[-1] == f"{tmp_path / name} row 3000"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_file_that_is_cut_short_while_it_is_read_is_an_error_with_words(name: str, tmp_path: Path) -> None:
+    """In a process of its own, which a file that is mapped into memory would end."""
+    table, path = pa.table({"text": [str(n) * 500 for n in range(10_000)]}), tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(table, path, row_group_size=1000, compression="none", use_dictionary=False)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=1000)
+    reading = (
+        "import os, sys; from pathlib import Path; from toolkit.data.readers import read\n"
+        "rows = read(Path(sys.argv[1])); next(rows); os.truncate(sys.argv[1], 100_000); print(len(list(rows)))"
+    )
+    done = subprocess.run([sys.executable, "-c", reading, str(path)], capture_output=True, text=True)
+    assert done.returncode == 1 and f"UserError: `{path}` cannot be read" in done.stderr, (done.stdout, done.stderr)
+
+
+def test_an_arrow_stream_that_was_not_written_to_its_end_is_refused(tmp_path: Path) -> None:
+    path, batch = tmp_path / "a.arrow", pa.RecordBatch.from_pylist(ROWS)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, batch.schema) as writer:
+        writer.write_batch(batch)
+        whole = file.tell()
+        writer.write_batch(batch)
+    assert len(list(read(path))) == 4
+    content = path.read_bytes()
+    for end in (whole, len(content) - 8):  # Between two batches PyArrow takes it for the end.
+        path.write_bytes(content[:end])
+        with pytest.raises(UserError, match="ends before the mark of its end"):
+            list(read(path))
 
 
 @pytest.mark.parametrize("name", ["a.xlsx", "a", "a.gz", "a.jsonl.zip", "jsonl", "a.json.old", "a.yaml"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import os
@@ -391,6 +392,76 @@ def test_hidden_files_are_no_data(tmp_path: Path) -> None:
     for name in ("a.jsonl", ".hidden.jsonl", ".cache/b.jsonl", "more/c.jsonl"):
         write_jsonl(tmp_path / name, [{"text": name}])
     assert [row["text"] for row in read(tmp_path)] == ["a.jsonl", "more/c.jsonl"]
+
+
+def test_links_in_a_folder_are_followed_each_folder_once(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "elsewhere/a.jsonl", [{"text": "a"}])
+    write_jsonl(tmp_path / "data/b.jsonl", [{"text": "b"}])
+    (tmp_path / "data/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/linked again").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/up").symlink_to(tmp_path / "data")
+    assert [row["text"] for row in read(tmp_path / "data")] == ["b", "a"]
+
+
+def test_links_to_nothing_are_not_passed_over(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "b.txt.old").symlink_to("gone")  # No name of data.
+    assert len(read(tmp_path)) == 1
+    (tmp_path / "b.jsonl").symlink_to("blobs/0123")
+    for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "b.jsonl"):
+        assert f"`{tmp_path / 'b.jsonl'}` is a link to blobs/0123, which is not there" in refused(path)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.jsonl", "closed/b.jsonl"):
+        write_jsonl(tmp_path / name, [{"text": "a"}])
+    scandir = os.scandir
+
+    def as_another_user(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", as_another_user)
+    assert "cannot be read: Permission denied" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "lacking"),
+    [
+        (["train-00000-of-00002.jsonl"], 1),
+        (["train-00001-of-00002.jsonl"], 0),
+        (["train-00000-of-00002-0123456789abcdef.jsonl"], 1),
+        (["c4-train.00000-of-01024.jsonl.gz", "c4-train.00002-of-01024.jsonl.gz"], 1),
+        (["part-1-of-3.jsonl", "part-3-of-3.jsonl"], 2),
+        (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"], None),
+        (["train-00000-of-00002-0123456789abcdef.jsonl", "train-00001-of-00002-fedcba9876543210.jsonl"], None),
+        (["part-1-of-2.jsonl", "part-2-of-2.jsonl"], None),
+        (["train-00000-of-00001.jsonl", "test-00000-of-00002.jsonl"], None),  # Another split.
+        (["a/train-00000-of-00001.jsonl", "b/train-00000-of-00001.jsonl"], None),
+    ],
+)
+def test_folders_hold_all_files_of_a_numbered_set(names: list[str], lacking: int | None, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        data = b'{"text": "a"}\n'
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    if lacking is not None:
+        assert f"the first that it lacks has the number {lacking}" in refused(tmp_path)
+        assert len(read(tmp_path / "*.jsonl*")) == len(names)
+    else:
+        assert read(tmp_path)
+
+
+def test_a_saved_dataset_that_is_not_whole_or_saved_twice_is_refused(tmp_path: Path) -> None:
+    Dataset.from_list(ROWS * 3).save_to_disk(str(tmp_path), num_shards=2)
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path))  # `datasets` leaves the files of before.
+    assert "of sets of 1 and of 2 files" in refused(tmp_path)
+    (tmp_path / "data-00000-of-00001.arrow").unlink()
+    (tmp_path / "data-00001-of-00002.arrow").unlink()
+    assert "holds 1 of 2 files" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(

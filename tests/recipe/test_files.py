@@ -113,6 +113,14 @@ def test_what_is_no_file_is_not_waited_for(kind: str) -> None:
         in_background(lambda: load_checked("endless")).result(timeout=30)
 
 
+@pytest.mark.parametrize("name", ["endless", "recipes/endless.yaml"])
+def test_a_link_that_leads_to_itself_is_refused(name: str) -> None:
+    write("mine", BASE)
+    Path("recipes/endless.yaml").symlink_to("endless.yaml")
+    with pytest.raises(UserError, match=r"cannot look at|there is no such file"):
+        load_checked(name)
+
+
 def test_parts_and_options_are_no_recipes() -> None:
     write("_part", BASE)
     write("team/_part", BASE)

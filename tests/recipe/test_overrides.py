@@ -208,6 +208,9 @@ def test_order_of_overrides(
         ("seed", ["seed", "is not an override", "key=value, or ~key"]),
         ("~seed=3", ["~seed=3", "is not an override"]),
         ("=3", ["=3", "is not an override"]),
+        ("optimizer.=3", ["optimizer.=3", "is not an override", "key=value, or ~key", "write optimizer=3"]),
+        ("optimizer..beta1=.3", ["optimizer..beta1=.3", "is not an override", "write optimizer.beta1=.3"]),
+        ("seed.", ["seed.", "is not an override", "write seed=VALUE"]),
         ("name=sgd", ["name", "several keys", "optimizer.name", "schedule.name", "write all of it"]),
         (
             "batch_size=8",

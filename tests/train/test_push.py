@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import resource
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -156,6 +157,24 @@ def test_an_adapter_takes_its_bases_licence_and_goes_nowhere_without_a_base_on_t
     recipe.write_text(recipe.read_text().replace("path: llama", "path: a/base"))
     assert main(["push", str(adapter), "me/x", "public=true"]) == 0
     assert b"license: mit" in hub.files["README.md"] and hub.made[0]["visibility"] == "public"
+
+
+def test_a_full_disk_leaves_the_card_whole_and_no_part_of_a_file_is_sent(
+    full: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = full / "final" / "README.md"
+    before, limits = card.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        assert main(["push", str(full), "me/x", "license=bsd-3-clause"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"cannot use {card}: File too large" in capsys.readouterr().err
+    assert card.read_bytes() == before and not hub.files
+
+    (full / "final" / ".README.md.1.ab.partial").write_bytes(before[:9])  # A process was killed.
+    assert main(["push", str(full), "me/x", "license=bsd-3-clause"]) == 0
+    assert not any(name.endswith(".partial") for name in hub.files)
 
 
 def test_a_damaged_model_is_not_sent(full: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, Valida
 
 from toolkit.cli.keys import Keys
 from toolkit.common import UserError
-from toolkit.files import not_writable, read_file, set_aside, write_json
+from toolkit.files import not_writable, read_file, set_aside, write_json, write_json_lines
 from toolkit.recipe.base import Place
-from toolkit.report.evaluation import FILE, Evaluation
+from toolkit.report.evaluation import FILE, ROWS, Evaluation
 from toolkit.train.scoring import METRICS
 
 
@@ -60,14 +60,13 @@ class Questions(Keys):
         return [f"{', '.join(ignored)} would be ignored {which} tasks"] if ignored else []
 
 
-def evaluate(run: Path, asked: Questions) -> Evaluation:
-    """Evaluates a run, and notes what was found beside what was found before."""
+def evaluate(run: Path, asked: Questions) -> tuple[Evaluation, list[dict[str, Any]]]:
+    """Evaluates a run. Returns what was found, and a row for each held-out row that was answered."""
     from toolkit.train.export import refuse_head
 
     refuse_head(run)
     if reason := not_writable(run):
         raise UserError(f"what is found is kept in {run}, which cannot be written: {reason}", "copy the run folder")
-    found = _noted(run / FILE)
     if asked.tasks:
         from toolkit.train.benchmarks import evaluate_tasks
 
@@ -81,18 +80,22 @@ def evaluate(run: Path, asked: Questions) -> Evaluation:
             chat_template=asked.chat_template,
             before=asked.before,
         )
-        names = {task.name for task in new}
-        kept = [task for task in found.tasks if task.name not in names]
-        found, shown = found.model_copy(update={"tasks": [*kept, *new]}), Evaluation(tasks=new)
-    else:
-        from toolkit.train.held_out import evaluate_held_out
+        return Evaluation(tasks=new), []
+    from toolkit.train.held_out import evaluate_held_out
 
-        held_out = evaluate_held_out(
-            run, asked.rows, asked.batch_size, asked.max_new_tokens, asked.metrics, asked.before
-        )
-        found, shown = found.model_copy(update={"held_out": held_out}), Evaluation(held_out=held_out)
-    write_json(run / FILE, found.model_dump())
-    return shown
+    held_out, rows = evaluate_held_out(
+        run, asked.rows, asked.batch_size, asked.max_new_tokens, asked.metrics, asked.before
+    )
+    return Evaluation(held_out=held_out), rows
+
+
+def keep(run: Path, new: Evaluation, rows: list[dict[str, Any]]) -> None:
+    """Adds to what was found earlier, which is read only now: another process may have evaluated meanwhile."""
+    if rows:
+        write_json_lines(run / ROWS, rows)
+    earlier, names = _noted(run / FILE), {task.name for task in new.tasks}
+    tasks = [*(task for task in earlier.tasks if task.name not in names), *new.tasks]
+    write_json(run / FILE, Evaluation(held_out=new.held_out or earlier.held_out, tasks=tasks).model_dump())
 
 
 def _noted(file: Path) -> Evaluation:

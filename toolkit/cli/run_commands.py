@@ -58,7 +58,7 @@ def compare(options: argparse.Namespace) -> None:
 @command(_RUN, option("arguments", "key=value", "rows=64, metrics=…, tasks=…, …: docs/evaluate.md", nargs="*"))
 def evaluate(options: argparse.Namespace) -> None:
     """Score a run's answers to held-out rows, or benchmarks, against the base model's."""
-    from toolkit.cli.evaluate import Questions, evaluate
+    from toolkit.cli.evaluate import Questions, evaluate, keep
 
     run, asked = _run_folder(options.run), read_keys(Questions, options.arguments, "docs/evaluate.md")
     _use_own_caches(run)
@@ -67,8 +67,11 @@ def evaluate(options: argparse.Namespace) -> None:
     from toolkit.report.plan_text import width
     from toolkit.report.run_page import write_report
 
-    found = evaluate(run, asked)
-    terminal.write(evaluation_text(found, width()), terminal.console_of(sys.stdout), PAGED)
+    found, rows = evaluate(run, asked)
+    try:
+        keep(run, found, rows)
+    finally:  # Hours of work are shown also where the disk is full.
+        terminal.write(evaluation_text(found, width()), terminal.console_of(sys.stdout), PAGED)
     print(printable(f"\nreport: {write_report(run)}"))
 
 

@@ -6,6 +6,7 @@ on, which the audit counts. (Data sets' `cast` or a Pydantic model per format wo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -266,8 +267,11 @@ def _string(row: Mapping[str, Any], name: str, where: str) -> str:
         change = "choose one of them, or join them" if are_texts(value) else 'write it as text ("4" for 4)'
         if isinstance(value, list) and holds_messages(value):
             change = "name the column of a whole conversation as `messages` in `data.columns`"
+        kind = kinds.get(type(value), type(value).__name__)
+        if isinstance(value, float) and math.isnan(value):
+            kind, change = "NaN", "write null where pandas has no value, as its `to_json` does"
         raise UserError(
-            f"{where}: `{name}` is {kinds.get(type(value), type(value).__name__)}, not a string",
+            f"{where}: `{name}` is {kind}, not a string",
             f"{change}, or choose other columns with `data.columns`",
         )
     return value

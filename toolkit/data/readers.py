@@ -53,6 +53,10 @@ _PACKED = {
 
 _LONGEST, _TIMES = 2**28, 100
 """Bytes of a line, and how many times as large as it is a file may unpack to, if to more than those."""
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+"""The last bytes of an Arrow stream."""
+_BY_PAGES: dict[str, Any] = {"pre_buffer": False, "buffer_size": 2**20}
+"""Has Parquet read what it decodes next; otherwise it holds whole columns of a group of rows, and groups ahead."""
 _NOT_SPACE = re.compile(r"\S")
 
 RawRow = tuple[str, dict[str, Any]]
@@ -271,20 +275,43 @@ def _csv(path: Path) -> Iterator[RawRow]:
 
 def _columns(path: Path) -> Iterator[RawRow]:
     """Rows of a Parquet file, or of an Arrow file as `Dataset.save_to_disk` writes it."""
-    with pa.memory_map(str(path)) as file:
-        if kind(path) == "parquet":
-            batches = pq.ParquetFile(file).iter_batches(1000)
-        else:
-            try:
-                table = pa.ipc.open_stream(file).read_all()
-            except pa.ArrowInvalid:
-                table = pa.ipc.open_file(file).read_all()
-            batches = table.to_batches(max_chunksize=1000)
+    # Not mapped into memory: of a file that is cut short meanwhile, or a disk that fails, the process would die.
+    with pa.OSFile(str(path)) as file:
         before = 0
-        for batch in batches:
+        for batch in _parquet(file) if kind(path) == "parquet" else _batches(file):
             for number, row in enumerate(_as_rows(batch, path, before), before + 1):
                 yield f"{path} row {number}", without_nulls(row)
             before += batch.num_rows
+
+
+def _parquet(file: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    opened = pq.ParquetFile(file, **_BY_PAGES)
+    lacking = opened.metadata.num_rows
+    for batch in opened.iter_batches(1000):
+        lacking -= batch.num_rows
+        yield batch
+    if lacking:  # A column whose pages end at the end of the file is shorter to PyArrow.
+        raise pa.ArrowInvalid(f"it ends {lacking:,} rows early")
+
+
+def _batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """Those of an Arrow file, in parts of at most 1,000 rows."""
+    reader = _arrow(file)
+    is_stream = isinstance(reader, pa.RecordBatchStreamReader)
+    for batch in reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)):
+        yield from (batch.slice(first, 1000) for first in range(0, batch.num_rows, 1000))
+    if is_stream:  # PyArrow takes the end of the file for that of the stream, also of one that was cut there.
+        file.seek(max(file.tell() - len(_END_OF_STREAM), 0))
+        if file.read(len(_END_OF_STREAM)) != _END_OF_STREAM:
+            raise pa.ArrowInvalid("it ends before the mark of its end")
+
+
+def _arrow(file: pa.NativeFile) -> pa.RecordBatchStreamReader | pa.RecordBatchFileReader:
+    """A reader of either kind of Arrow file: one ends with a table of its batches."""
+    try:
+        return pa.ipc.open_stream(file)
+    except pa.ArrowInvalid:
+        return pa.ipc.open_file(file)
 
 
 def _as_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[dict[str, Any]]:
@@ -310,14 +337,8 @@ def class_names(path: Path, column: str) -> list[str]:
     """What the numbers of a column stand for, by the features that `datasets` wrote into a file; empty otherwise."""
     if kind(path) not in ("parquet", "arrow"):
         return []
-    with pa.memory_map(str(path)) as file:
-        if kind(path) == "parquet":
-            schema = pq.ParquetFile(file).schema_arrow
-        else:
-            try:
-                schema = pa.ipc.open_stream(file).schema
-            except pa.ArrowInvalid:
-                schema = pa.ipc.open_file(file).schema
+    with pa.OSFile(str(path)) as file:
+        schema = pq.ParquetFile(file).schema_arrow if kind(path) == "parquet" else _arrow(file).schema
     try:
         feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][column]
         feature = feature.get("feature", feature)  # Of a list.

@@ -115,6 +115,7 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
                     for side in sides(row):
                         fields.update(dict.fromkeys(further_fields(side.messages) if isinstance(side, Chat) else ()))
                 progress.update(len(batch))
+            reader.check_unchanged()
             figures.unused_columns = list(unused)
             judging = (name for name in unused if set(unused[name]) == {True, False} and name not in row_format.ignored)
             figures.verdicts = {name: unused[name][False] for name in judging}

@@ -40,6 +40,8 @@ NOT_DATA = re.compile(
     re.IGNORECASE,
 )
 """Names of files in a folder that hold no rows, or what `map` and `filter` of `datasets` once gave."""
+SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)(?:-[0-9a-f]{16})?(\..+)")
+"""Names of the files of a numbered set, as `datasets` writes them, earlier with a hash in each."""
 
 
 class Reader(ABC):
@@ -47,6 +49,7 @@ class Reader(ABC):
 
     def __init__(self, source: Source, streaming: bool = False) -> None:
         self.source, self.streaming = source, streaming
+        self._versions: dict[Path, tuple[int, int]] = {}
 
     def rows(self) -> Iterator[RawRow]:
         """The rows in order, at most `max_samples` of them.
@@ -72,6 +75,13 @@ class Reader(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """Changes whenever the rows change."""
+
+    def check_unchanged(self) -> None:
+        """Refuses rows of a local file that was written since its fingerprint was taken, and may not be those of it."""
+        for path, version in self._versions.items():
+            status = path.stat() if path.exists() else None
+            if status is None or (status.st_size, status.st_mtime_ns) != version:
+                raise UserError(f"`{path}` was written while it was read", "start again once nothing writes it")
 
     @abstractmethod
     def _rows(self) -> Iterator[RawRow]: ...
@@ -119,6 +129,7 @@ class _Local(Reader):
         for path in self.paths:
             try:
                 status = path.stat()
+                self._versions[path] = status.st_size, status.st_mtime_ns
                 digest.update(os.fsencode(path.name) + f"\n{status.st_size}\n".encode())
                 if self.streaming:
                     digest.update(f"{status.st_mtime_ns}\n".encode())
@@ -241,8 +252,7 @@ def _local_files(source: Source) -> list[Path] | None:
     if path.is_file():
         return _one_file(source, path)
     if path.is_dir():
-        candidates = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-        root = path
+        candidates, root = [*_below(path)], path
     elif glob.has_magic(source.path):
         candidates = [Path(p) for p in glob.glob(str(path), recursive=True)]
         root = Path(re.split(r"[*?[]", str(path), maxsplit=1)[0]).parent
@@ -250,7 +260,34 @@ def _local_files(source: Source) -> list[Path] | None:
         return None
     else:
         raise _missing(source, path)
+    broken = next((p for p in candidates if _leads_nowhere(p) and _may_be_data(p)), None)
+    if broken is not None:
+        raise _missing(source, broken)
     return _of_many(source, [p for p in candidates if p.is_file()], root)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Everything in a folder and below that is no folder and not hidden. Links to folders are followed, each once."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen = set[str]()
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
+def _may_be_data(path: Path) -> bool:
+    return readers.kind(path) is not None and not NOT_DATA.fullmatch(path.name)
+
+
+def _leads_nowhere(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
 
 
 def _one_file(source: Source, path: Path) -> list[Path]:
@@ -266,12 +303,40 @@ def _one_file(source: Source, path: Path) -> list[Path]:
 
 def _of_many(source: Source, candidates: list[Path], root: Path) -> list[Path]:
     """Those of a folder's or a glob's files that are data of the split."""
-    files = sorted(p for p in candidates if readers.kind(p) and not NOT_DATA.fullmatch(p.name))
+    files = sorted(filter(_may_be_data, candidates))
     if not files:
         change = readers.change_of(sorted(path.name for path in candidates))
         raise UserError(f"no data files at `{source.path}`", change)
     files = [p for p in files if readers.kind(p) != "text"] or files
-    return _of_split(source, files, root)
+    files = _of_split(source, files, root)
+    if not glob.has_magic(source.path):  # A pattern may ask for some of them.
+        _check_shards(source, files)
+    return files
+
+
+def _check_shards(source: Source, files: list[Path]) -> None:
+    """Refuses a folder that lacks some files of a numbered set, as after a download that was interrupted, or that has
+    files of two sets."""
+    sets: dict[tuple[Path, str, str], dict[int, set[int]]] = {}
+    for path in files:
+        if named := SHARD.fullmatch(path.name):
+            begin, number, count, end = named.groups()
+            sets.setdefault((path.parent, begin, end), {}).setdefault(int(count), set()).add(int(number))
+    for (folder, begin, end), by_count in sets.items():
+        if len(by_count) > 1:
+            counts = " and of ".join(map(str, sorted(by_count)))
+            raise UserError(
+                f"data source `{source.path}`: `{folder}` holds `{begin}N-of-M{end}` of sets of {counts} files",
+                "remove the set that is not meant: many of its rows are likely to be in the other, too",
+            )
+        ((count, numbers),) = by_count.items()
+        first = int(count in numbers)  # Some count from one.
+        if lacking := [number for number in range(first, first + count) if number not in numbers]:
+            raise UserError(
+                f"data source `{source.path}`: `{folder}` holds {len(numbers)} of {count} files "
+                f"`{begin}N-of-{count}{end}`; the first that it lacks has the number {lacking[0]}",
+                f"fetch or write the rest; to train on these alone name them with a pattern: {folder / f'*{end}'}",
+            )
 
 
 def _of_split(source: Source, files: list[Path], root: Path) -> list[Path]:
@@ -312,6 +377,11 @@ def _names_hub_data(name: str, path: Path) -> bool:
 def _missing(source: Source, path: Path) -> UserError:
     if path.exists():
         return UserError(f"data source `{source.path}` is no file or folder", "write its content to a file first")
+    if path.is_symlink():
+        return UserError(
+            f"data source `{source.path}`: `{path}` is a link to {os.readlink(path)}, which is not there",
+            "put its target back, or remove the link",
+        )
     message = f"data source `{source.path}` does not exist"
     if not path.parent.is_dir():
         return UserError(f"{message}: there is no folder `{path.parent}`", "check `path` in `data.sources`")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -86,11 +87,12 @@ def find(name: str, folders: list[Path]) -> tuple[str, Path]:
         if file.suffix != ".yaml":
             raise _unusable(name, "recipe files end in .yaml", hint=f"rename it to {file.stem}.yaml")
         # Links are followed first: what counts is where the file really lies.
-        root = next((root for root in folders if file.resolve().is_relative_to(root)), None)
+        real = _real(file)
+        root = next((root for root in folders if real.is_relative_to(root)), None)
         if root is None:
             hint = "move the file into one of these folders, or name its folder with --recipes"
             raise _unusable(name, "lies outside the recipe folders", ", ".join(map(short, folders)), hint)
-        return file.resolve().relative_to(root).with_suffix("").as_posix(), file.resolve()
+        return real.relative_to(root).with_suffix("").as_posix(), real
     if not NAME.fullmatch(name):
         names = " ".join(name.split(","))
         hint = f"one command takes one recipe; `toolkit plan --compare {names}` compares them" if "," in name else ""
@@ -98,7 +100,7 @@ def find(name: str, folders: list[Path]) -> tuple[str, Path]:
     known = list_recipes(folders)
     if name in known:
         if not _inside(known[name], folders):
-            raise _unusable(name, f"leads outside the recipe folders, to {known[name].resolve()}")
+            raise _unusable(name, f"leads outside the recipe folders, to {_real(known[name])}")
         return name, known[name]
     if any((root / f"{name}.yaml").is_file() for root in folders):
         section, _, option = name.partition("/")
@@ -143,7 +145,12 @@ def options(group: str, search: Iterable[Path]) -> list[str]:
 
 
 def _inside(file: Path, folders: Iterable[Path]) -> bool:
-    return any(file.resolve().is_relative_to(root) for root in folders)
+    return any(_real(file).is_relative_to(root) for root in folders)
+
+
+def _real(file: Path) -> Path:
+    """Where a file lies, links followed; `Path.resolve` fails on one that leads to itself."""
+    return Path(os.path.realpath(file))
 
 
 @dataclass
@@ -185,7 +192,7 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         problem(f"is not valid YAML: {_plainly(error)}", None if line is None else line + 1, hint="correct that line")
 
     if folders is not None and not _inside(file, folders):
-        problem(f"leads outside the recipe folders, to {file.resolve()}", hint="copy the file instead of linking it")
+        problem(f"leads outside the recipe folders, to {_real(file)}", hint="copy the file instead of linking it")
         return result
     if file.exists() and not file.is_file():
         problem("is no file, but a folder, a pipe or a device", hint="write the recipe into a file")

@@ -60,7 +60,7 @@ class _Visitor(HydraOverrideVisitor):
 
 overrides_parser.HydraOverrideVisitor = _Visitor  # type: ignore[misc]
 
-_FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w.]*)(?P<equals>=?)(?P<text>.*)", re.DOTALL)
+_FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_]\w*(?:\.\w+)*)(?P<equals>=?)(?P<text>.*)", re.DOTALL)
 
 
 @dataclass
@@ -139,6 +139,7 @@ def _repaired(argument: str) -> str:
         r"(?:--|\.)?(?P<key>[A-Za-z][\w.\-/\[\]]*?) ?(?:(?P<sign>[=:]) ?(?P<text>.*))?", argument.strip()
     )
     key = re.sub(r"\[(\d+)\]", r".\1", match["key"]).replace("-", "_").replace("/", ".") if match else ""
+    key = re.sub(r"\.+", ".", key).rstrip(".")
     if not match or key.split(".")[0] not in (*leaf_paths(), *Recipe.model_fields):
         value = match["text"] if match and match["sign"] else "VALUE"
         if answer := translation(key, yaml.safe_load(value) if _is_plain(value) else value, value):

@@ -18,10 +18,9 @@ from toolkit.data.prepare import prepare
 from toolkit.data.rows import Sample
 from toolkit.data.thoughts import spoken, text_of
 from toolkit.distributed.engines import dtypes
-from toolkit.files import write_json_lines
 from toolkit.models.load import ModelSource
 from toolkit.recipe.load import load_resolved
-from toolkit.report.evaluation import ROWS, HeldOut
+from toolkit.report.evaluation import HeldOut
 from toolkit.report.load import read_manifest
 from toolkit.train.continued import ALSO_CHANGED
 from toolkit.train.evaluate import generate
@@ -34,14 +33,17 @@ T = TypeVar("T")
 
 def evaluate_held_out(
     run: Path, rows: int, batch_size: int, max_new_tokens: int | None, metrics: Sequence[str] | None, before: bool
-) -> HeldOut:
-    """Answers held-out rows greedily, scores the answers, and writes them into the run folder, a line each.
+) -> tuple[HeldOut, list[dict[str, Any]]]:
+    """Answers held-out rows greedily and scores the answers.
 
     Args:
         rows: How many, at most.
         max_new_tokens: Longest answer; by default that of the recipe's `evaluation`.
         metrics: Names of `scoring.METRICS`; by default those that the rows' own answers suit.
         before: Whether the base model answers too.
+
+    Returns:
+        The scores, and a row for each answer.
 
     Raises:
         UserError: If the run holds out no rows, has no final model, or its data has changed.
@@ -82,8 +84,7 @@ def evaluate_held_out(
             | ({"before": first[0][at]} if first else {})
             | {"after": last[at], "scores": {name: {"before": b, "after": a} for name, (b, a) in figures.items()}}
         )
-    write_json_lines(run / ROWS, lines)
-    return HeldOut(
+    scores = HeldOut(
         rows=len(samples),
         held_out=held_out,
         data=data,
@@ -92,6 +93,7 @@ def evaluate_held_out(
         cut=(first[1] if first else None, cut),
         scores=[score for _, score, _ in found],
     )
+    return scores, lines
 
 
 def held_out_rows(run: Path, source: ModelSource, tokenizer: Any, rows: int) -> tuple[list[Sample], int, str]:

@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError,
 from huggingface_hub.utils import validate_repo_id
 
 from toolkit.common import UserError, bytes_text, count_text, in_a_line
+from toolkit.files import remove_partial, write_atomically
 from toolkit.recipe.load import load_resolved
 from toolkit.report.card import is_hub_id
 from toolkit.train.export import final_model
@@ -43,6 +44,7 @@ def push(
     """
     _check_name(repository)
     final = final_model(run)
+    remove_partial(final)  # It would be sent.
     base = _loadable_base(run, final)
     if not (final / "README.md").is_file():
         raise UserError(f"{final} has no model card, README.md", f"`toolkit report {run}` writes it again")
@@ -65,7 +67,7 @@ def push(
             f"{count_text(len(files), 'file')}, {size}, under {terms}, as {owner} to {repository}: "
             + _names(final, files)
         )
-        card.save(final / "README.md")
+        write_atomically(final / "README.md", str(card))
         api.create_repo(repository, private=not public, exist_ok=True)
         if branch:
             api.create_branch(repository, branch=branch, exist_ok=True)
