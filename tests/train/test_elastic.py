@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import models_doc
 import pytest
@@ -18,6 +21,7 @@ from ranks import ON_CPU, Ranks
 from tiny import chat_rows, tiny_kind, tiny_model
 
 from toolkit.seal import read_seal, seal
+from toolkit.train import saved_state
 from toolkit.train.saved_state import equal_parts
 
 RECIPE = """
@@ -265,3 +269,21 @@ def test_a_number_of_processes_into_which_the_batch_does_not_divide_is_refused(r
     assert "a global batch of 8 sequences does not divide into 3 processes" in " ".join(done.stderr.split())
     assert "or start 2 processes" in " ".join(done.stderr.split())
     assert {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()} == before
+
+
+def test_of_divided_layers_one_chunk_is_in_memory_at_a_time() -> None:
+    whole, read = torch.arange(48.0).view(6, 8), list[weakref.ref[torch.Tensor]]()
+
+    def ranges(offset: int) -> list[Any]:
+        def chunk() -> torch.Tensor:
+            read.append(weakref.ref(kept := whole[:, offset : offset + 4].clone()))
+            return kept
+
+        about = SimpleNamespace(sizes=torch.Size([6, 4]), offsets=torch.Size([0, offset]))
+        return list(saved_state._ranges(about, whole.shape, chunk))
+
+    found = torch.zeros(48)
+    for start, count, numbers in [*ranges(0), *ranges(4)]:
+        found[start : start + count] = numbers()
+    assert torch.equal(found.view(6, 8), whole) and len(read) == 2, "each is read once"
+    assert read[0]() is None
