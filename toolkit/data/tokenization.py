@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -113,9 +113,8 @@ class Chunker:
 
     def _labelled(self, row: Labelled | Tagged, encoded: Encoded) -> dict[str, Any]:
         """Labels as numbers of classes; those of no known class are not learnt."""
-        numbers = {name: number for number, name in enumerate(self.classes)}
         named = row.tags if isinstance(row, Tagged) else [row.label]
-        labels = [IGNORE if word == IGNORE else numbers.get(named[word], IGNORE) for word in encoded.labels]
+        labels = [IGNORE if word == IGNORE else self._numbers.get(named[word], IGNORE) for word in encoded.labels]
         ids, types, length = encoded.input_ids, encoded.token_type_ids, len(encoded.input_ids)
         if length > self.seq_len and self.over_long == "truncate":
             ids, types = self._cut(ids), self._cut(types) if types else types
@@ -125,6 +124,11 @@ class Chunker:
         whole["prompt_lost"] = encoded.prompt_lost
         told = {"input_ids": ids, "labels": labels, "trained": trained, "desirable": False}
         return _EMPTY_COLUMNS | whole | told | {"token_type_ids": types}
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Of the classes, of which there may be many thousands, by their names."""
+        return {name: number for number, name in enumerate(self.classes)}
 
     def _cut(self, values: list[int]) -> list[int]:
         """What of a text's tokens, or of what stands beside them, is kept: the beginning, and what ends every text."""
