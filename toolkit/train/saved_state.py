@@ -298,8 +298,8 @@ def _ranges(chunk: Any, size: Sequence[int], read: Callable[[], Any]) -> Iterato
 
 @functools.lru_cache(maxsize=1)
 def _newest(read: Callable[[], Any]) -> Any:
-    """A chunk, whose rows are asked for one after the other; those before it are not kept, which would be a checkpoint's
-    share in memory."""
+    """A chunk, whose rows are asked for one after the other. None before it is kept: together they are this process's
+    share of the checkpoint once more."""
     return read()
 
 
