@@ -103,6 +103,26 @@ def test_a_run_continues_elsewhere(ranks: Ranks, home: Path, before: str, after:
     assert_equal(continued(ranks, home, before, after))
 
 
+def test_a_run_continues_where_parameters_lie_in_other_groups(ranks: Ranks, home: Path) -> None:
+    """Of the same strategy and processes, which DeepSpeed takes for the same layout."""
+    setting = "extra.deepspeed.zero_optimization.sub_group_size=3000"
+    straight = run(ranks, home, "sub-groups", "zero3@2", setting)
+    copy = interrupted(straight, "other-sub-groups")
+    run(ranks, home, copy.name, "zero3@2")
+    said = (copy / "said.txt").read_text(encoding="utf-8")
+    assert setting in said and "its state is divided anew" in said
+    assert_equal(Difference.between(Result.read(copy), Result.read(straight)))
+
+
+def test_parameters_in_an_order_that_nobody_tells_are_not_read_in_another(ranks: Ranks, home: Path) -> None:
+    """DeepSpeed would read them as those of others, and train on."""
+    straight = run(ranks, home, "in-turn", "zero2@2", "extra.deepspeed.zero_optimization.round_robin_gradients=true")
+    copy = interrupted(straight, "not-in-turn")
+    arguments = ["recipe=elastic", *STRATEGIES["zero2"], f"output.name={copy.name}"]
+    done = ranks.run(home, *arguments, processes=2, entry=ON_CPU)
+    assert done.returncode == 1 and "in which order round_robin_gradients lays parameters" in done.stderr
+
+
 CELLS = ("single@1", "ddp@2", "zero1@2", "zero2@1", "zero2@2", "zero2@4", "zero3@1", "zero3@2", "zero3@4", "fsdp@2",
          "fsdp@4", "fsdp_full@2")  # fmt: skip
 ALIKE = {"ddp@2": "single@1", "fsdp@4": "fsdp@2", "zero1@2": "zero2@2"}
