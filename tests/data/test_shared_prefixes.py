@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from toolkit.data.collate import Collator
 from toolkit.data.rows import IGNORE
 from toolkit.data.shared_prefixes import LEAST, Document, Row, documents_in, in_common
 
@@ -94,3 +95,11 @@ def test_in_common_is_counted_for_each_further_document() -> None:
     # Answers to one prompt are never apart.
     asked = [document([*[number] * 20, 1], 20) for number in range(4) for _ in range(3)]
     assert dict(in_common(asked, least=3)) == pytest.approx({3: 19, 6: 19 * 4 / 5, 12: 19 * 8 / 11})
+
+
+def test_more_documents_than_16_bits_count_share_a_beginning() -> None:
+    """A million tokens of short rows behind one system prompt."""
+    documents = 33_000
+    rows = [{"input_ids": [*range(LEAST + 1), 99], "labels": [*[IGNORE] * (LEAST + 1), 99]}] * documents
+    counts = Collator(0, "flat", 8, shares=True)(rows)["text_counts"][0]
+    assert counts[:LEAST].tolist() == [documents] * LEAST and int(counts.sum()) == documents * (LEAST + 2)

@@ -88,6 +88,23 @@ def test_first_sequences_take_few_rows_which_another_thread_tokenises(
     assert threading.main_thread() not in threads
 
 
+@pytest.mark.parametrize(("words", "most"), [(3, 64), (200, 10)])
+def test_of_long_rows_fewer_steps_are_made_ahead(
+    words: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thousand sequences of a long context the host's memory would be full."""
+    monkeypatch.setattr(streaming, "_AHEAD", 64)
+    monkeypatch.setattr(streaming, "_AHEAD_TOKENS", 2000)
+    path = write_jsonl(tmp_path / "a.jsonl", ({"text": f"{n} " + "fox " * words} for n in range(64)))
+    wanted = recipe(path, streaming=True, seq_len=512, over_long="truncate")
+    stream = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").train
+    assert isinstance(stream, Stream)
+    windows = [*itertools.islice(stream.steps(range(2), threading.Event()), 8)]
+    assert [len(each) for each in windows[:2]] == [2, 4] and max(map(len, windows)) == most
+    length = max(len(row["input_ids"]) for row in windows[0])
+    assert all(sum(len(row["input_ids"]) for row in each) < 2000 + 2 * length for each in windows)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_each_process_tokenises_the_rows_it_trains_and_steps_are_those_of_one(
     packing: bool, tmp_path: Path, tokenised: list[str]

@@ -15,11 +15,13 @@ from unittest import mock
 import psutil
 import pyarrow as pa
 import pytest
+import trl.data_utils
 from data_fixtures import chatml_tokenizer, plain_tokenizer
 from datasets import Dataset
 from harness import write_jsonl
 
 from toolkit.common import UserError, in_background
+from toolkit.data import tokenization
 from toolkit.data.encode import Encoder
 from toolkit.data.row_table import collect
 from toolkit.data.rows import (
@@ -257,6 +259,26 @@ def test_packing_many_rows_at_once_loses_none() -> None:
     assert 2502 <= len(packed) <= 2503
     with pytest.raises(AssertionError):
         pack(Dataset.from_dict({"input_ids": [[1], []], "labels": [[IGNORE], []]}), 8)
+
+
+@pytest.mark.parametrize(("lengths", "groups"), [([8] * 30, 4), ([1] * 60, 1), ([1] * 40 + [8] * 20, 8)])
+def test_of_long_rows_fewer_are_packed_at_once(
+    lengths: list[int], groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow counts the tokens of a column in 32 bits, which 10,000 rows of a long context are too many for."""
+    monkeypatch.setattr(tokenization, "PACKED_TOGETHER", 64)
+    monkeypatch.setattr(tokenization, "_PACKED_TOKENS", 64)
+    packing, tokens = trl.data_utils._pack_bfd, list[int]()
+
+    def noted(examples: pa.Table, *args: Any, **kwargs: Any) -> pa.Table:
+        tokens.append(sum(map(len, examples["input_ids"])))
+        return packing(examples, *args, **kwargs)
+
+    monkeypatch.setattr(trl.data_utils, "_pack_bfd", noted)
+    dataset = documents_dataset(lengths)
+    packed = pack(dataset, 8)
+    assert len(tokens) == groups and max(tokens) <= 64 and sum(tokens) == sum(lengths)
+    assert sorted(unpacked(packed)) == sorted(zip(dataset["input_ids"], dataset["labels"], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 
 from toolkit.train.classes import class_figures, entities, entity_counts, entity_figures, entity_types
 
-TABLE = [[6, 2, 0], [1, 3, 0], [0, 0, 0]]
+COUNTS = [[6, 7, 8], [3, 5, 4], [0, 0, 0]]
 
 
 def test_figures_of_classes_are_those_of_their_counts() -> None:
-    figures = class_figures(TABLE, ["yes", "no", "never"])
+    figures = class_figures(COUNTS, ["yes", "no", "never"])
     assert figures["eval_accuracy"] == 9 / 12
     yes, no = figures["eval_classes"]["yes"], figures["eval_classes"]["no"]
     assert (yes["precision"], yes["recall"], yes["rows"]) == (6 / 7, 6 / 8, 8)
@@ -19,7 +19,6 @@ def test_figures_of_classes_are_those_of_their_counts() -> None:
     assert figures["eval_classes"]["never"] == {"precision": 0.0, "recall": 0.0, "f1": 0.0, "rows": 0}
     # A class that is neither there nor told takes no part in the mean.
     assert figures["eval_macro_f1"] == pytest.approx((yes["f1"] + no["f1"]) / 2)
-    assert figures["eval_confusion"] == TABLE
 
 
 @pytest.mark.parametrize(

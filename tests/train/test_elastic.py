@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import models_doc
 import pytest
@@ -18,6 +21,7 @@ from ranks import ON_CPU, Ranks
 from tiny import chat_rows, tiny_kind, tiny_model
 
 from toolkit.seal import read_seal, seal
+from toolkit.train import saved_state
 from toolkit.train.saved_state import equal_parts
 
 RECIPE = """
@@ -97,6 +101,26 @@ FAST = [("zero2@2", "zero3@4"), ("zero2@2", "single@1"), ("single@1", "fsdp@2"),
 @pytest.mark.parametrize(("before", "after"), FAST)
 def test_a_run_continues_elsewhere(ranks: Ranks, home: Path, before: str, after: str) -> None:
     assert_equal(continued(ranks, home, before, after))
+
+
+def test_a_run_continues_where_parameters_lie_in_other_groups(ranks: Ranks, home: Path) -> None:
+    """Of the same strategy and processes, which DeepSpeed takes for the same layout."""
+    setting = "extra.deepspeed.zero_optimization.sub_group_size=3000"
+    straight = run(ranks, home, "sub-groups", "zero3@2", setting)
+    copy = interrupted(straight, "other-sub-groups")
+    run(ranks, home, copy.name, "zero3@2")
+    said = (copy / "said.txt").read_text(encoding="utf-8")
+    assert setting in said and "its state is divided anew" in said
+    assert_equal(Difference.between(Result.read(copy), Result.read(straight)))
+
+
+def test_parameters_in_an_order_that_nobody_tells_are_not_read_in_another(ranks: Ranks, home: Path) -> None:
+    """DeepSpeed would read them as those of others, and train on."""
+    straight = run(ranks, home, "in-turn", "zero2@2", "extra.deepspeed.zero_optimization.round_robin_gradients=true")
+    copy = interrupted(straight, "not-in-turn")
+    arguments = ["recipe=elastic", *STRATEGIES["zero2"], f"output.name={copy.name}"]
+    done = ranks.run(home, *arguments, processes=2, entry=ON_CPU)
+    assert done.returncode == 1 and "in which order round_robin_gradients lays parameters" in done.stderr
 
 
 CELLS = ("single@1", "ddp@2", "zero1@2", "zero2@1", "zero2@2", "zero2@4", "zero3@1", "zero3@2", "zero3@4", "fsdp@2",
@@ -265,3 +289,21 @@ def test_a_number_of_processes_into_which_the_batch_does_not_divide_is_refused(r
     assert "a global batch of 8 sequences does not divide into 3 processes" in " ".join(done.stderr.split())
     assert "or start 2 processes" in " ".join(done.stderr.split())
     assert {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()} == before
+
+
+def test_of_divided_layers_one_chunk_is_in_memory_at_a_time() -> None:
+    whole, read = torch.arange(48.0).view(6, 8), list[weakref.ref[torch.Tensor]]()
+
+    def ranges(offset: int) -> list[Any]:
+        def chunk() -> torch.Tensor:
+            read.append(weakref.ref(kept := whole[:, offset : offset + 4].clone()))
+            return kept
+
+        about = SimpleNamespace(sizes=torch.Size([6, 4]), offsets=torch.Size([0, offset]))
+        return list(saved_state._ranges(about, whole.shape, chunk))
+
+    found = torch.zeros(48)
+    for start, count, numbers in [*ranges(0), *ranges(4)]:
+        found[start : start + count] = numbers()
+    assert torch.equal(found.view(6, 8), whole) and len(read) == 2, "each is read once"
+    assert read[0]() is None

@@ -22,6 +22,7 @@ from toolkit.cli.evaluate import Questions, evaluate
 from toolkit.common import UserError
 from toolkit.models import varlen
 from toolkit.report.load import read_run
+from toolkit.train import heads
 from toolkit.train.chat import chat
 from toolkit.train.export import answer_prompts, load_trained, opened
 from toolkit.train.heads import check_padding
@@ -262,6 +263,20 @@ def test_a_run_learns_and_says_how_well(rows: list[str]) -> None:
     assert ("eval_entity_f1" in last) == (rows == WORDS)
     if rows == WORDS:
         assert last["eval_entity_f1"] > 0.8 and {*last["eval_entities"]} == {"PER", "LOC"} and "F1 of entities" in page
+
+
+@pytest.mark.parametrize("rows", [CLASSES, WORDS], ids=["classification", "token_classification"])
+def test_of_many_classes_all_is_said_but_what_they_were_taken_for(
+    rows: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10,000 that would be 800 MB in each batch, and a line as long for each evaluation."""
+    few = [row for row in metrics(trained(f"few-{rows[0]}", *rows)) if "eval_loss" in row or "loss" in row]
+    monkeypatch.setattr(heads, "MOST_CONFUSED", 1)
+    many = [row for row in metrics(trained(f"many-{rows[0]}", *rows)) if "eval_loss" in row or "loss" in row]
+    for one, other in zip(few, many, strict=True):
+        assert ("eval_confusion" in one) == ("eval_loss" in one) and "eval_confusion" not in other
+        said = [key for key in one if key.startswith(("accuracy", "eval_")) and key != "eval_confusion"]
+        assert said and {key: one[key] for key in said} == {key: other[key] for key in said}
 
 
 @pytest.mark.parametrize("method", [["method=full"], LORA], ids=["full", "lora"])

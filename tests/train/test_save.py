@@ -168,3 +168,14 @@ def test_a_disk_that_gives_back_something_else_is_noticed(
     monkeypatch.setattr(save, "flush", written)
     assert train(arguments) == 0
     assert _weights(folder / "final")
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp"])
+def test_all_groups_wait_as_long_for_the_process_that_writes(ranks: Ranks, home: Path, engine: str) -> None:
+    """DeepSpeed gathers weights in a group of its own, where NCCL gives up after ten minutes unless it is told."""
+    name = f"output.name=limits-{engine}"
+    done = ranks.run(home, "recipe=small", *ENGINES[engine], *SHORT, name, processes=2, entry="group_limits")
+    assert done.returncode == 0, done.stderr[-6000:]
+    limits = [json.loads(line.partition("wait ")[2]) for line in done.stdout.splitlines() if "groups wait" in line]
+    assert limits and all(each == 86_400 for group in limits for each in group)
+    assert engine == "fsdp" or min(map(len, limits)) > 1

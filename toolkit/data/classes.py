@@ -171,6 +171,7 @@ def survey(rows: Iterable[str], is_train: NDArray[np.bool_], declared: Sequence[
             contradicted[content] += 1
     found = set(counts[True])
     names = (*declared, *in_order(found - {*declared}))
-    unknown = {name: count for name, count in counts[False].items() if name not in names}
+    known = {*names}
+    unknown = {name: count for name, count in counts[False].items() if name not in known}
     # The first row of each text contradicts the others as they do it.
     return Survey(names, unknown, sum(contradicted.values()) + len(contradicted))

@@ -175,7 +175,7 @@ class Collator:
         pads = [batch["labels"].shape[1] - len(row) for row in ids]
         lengths = [np.append(each, pad) if pad else each for each, pad in zip(lengths, pads, strict=True)]
         if shared:
-            batch["text_counts"] = self.padded([shared.counts], 0).to(torch.int16)
+            batch["text_counts"] = self.padded([shared.counts], 0).to(torch.int32)
         elif any(pads):
             batch["text_counts"] = self.padded([np.ones_like(row) for row in ids], 0).bool()
         batch["position_ids"] = torch.from_numpy(np.stack([_positions(each) for each in lengths]))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from toolkit.data.rows import IGNORE
 from toolkit.recipe import Recipe
 
-_ROWS_AT_ONCE = 10_000
+_ROWS_AT_ONCE = 1000
 
 Array = NDArray[np.int64]
 

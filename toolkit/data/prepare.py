@@ -54,7 +54,7 @@ from toolkit.recipe.rules.inputs import TEMPLATE_ARGUMENTS
 from toolkit.recipe.spelling import did_you_mean
 from toolkit.seal import build_sealed
 
-CODE_VERSION = 10
+CODE_VERSION = 11
 """Raise when the same data and settings would give other tokens than before."""
 MIN_SAMPLES = 8
 

@@ -40,6 +40,8 @@ _GROWTH = 8
 """Rows read for each one that is drawn, until the buffer is full."""
 _AHEAD = 1000
 """Sequences that are made before they are trained on: those of one step at first, each time twice as many."""
+_AHEAD_TOKENS = 2**22
+"""Tokens after which no further step is made ahead. As lists they take some 70 bytes each, and twice as many wait."""
 _FIRST_PACKED, _PACKED = 2, 32
 """Full sequences' worth of rows that a lane packs together: few at first, so that training can start."""
 
@@ -82,11 +84,15 @@ class Stream:
         sequences = [self._lane(dealt.to(lane)) for lane in lanes]
         for doubled in itertools.count():
             window: list[dict[str, Any]] = []
+            tokens = 0
             for _ in range(min(2**doubled, -(-_AHEAD // len(lanes)))):
                 step = [sequence for lane in sequences if (sequence := next(lane, None))]
                 if stop.is_set():
                     return
                 window += step
+                tokens += sum(len(sequence["input_ids"]) for sequence in step)
+                if tokens >= _AHEAD_TOKENS:
+                    break
             yield window
 
     def _lane(self, rows: Iterator[_Row]) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow.compute as pc
 import xxhash
 from datasets import Dataset, Features, List, Value
+from numpy.typing import NDArray
 
 from toolkit.common import UserError, usable_cores
 from toolkit.data.encode import Encoded, Encoder, Rendered
@@ -48,6 +49,8 @@ LARGE = 10_000
 """From this many rows on, several processes tokenise, and a terminal shows their progress."""
 PACKED_TOGETHER = 10_000
 """Rows packed at once: enough that the last, part-filled sequence of each group does not matter."""
+_PACKED_TOKENS = 2**28
+"""Their tokens at most, where rows are long: 1 GiB of each column, several times over. Arrow counts up to 2^31."""
 _TOGETHER = 2**20
 """Bytes of rows that are tokenised at once, up to 1,000 rows; as tokens they are some twenty times as large."""
 FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
@@ -110,9 +113,8 @@ class Chunker:
 
     def _labelled(self, row: Labelled | Tagged, encoded: Encoded) -> dict[str, Any]:
         """Labels as numbers of classes; those of no known class are not learnt."""
-        numbers = {name: number for number, name in enumerate(self.classes)}
         named = row.tags if isinstance(row, Tagged) else [row.label]
-        labels = [IGNORE if word == IGNORE else numbers.get(named[word], IGNORE) for word in encoded.labels]
+        labels = [IGNORE if word == IGNORE else self._numbers.get(named[word], IGNORE) for word in encoded.labels]
         ids, types, length = encoded.input_ids, encoded.token_type_ids, len(encoded.input_ids)
         if length > self.seq_len and self.over_long == "truncate":
             ids, types = self._cut(ids), self._cut(types) if types else types
@@ -122,6 +124,11 @@ class Chunker:
         whole["prompt_lost"] = encoded.prompt_lost
         told = {"input_ids": ids, "labels": labels, "trained": trained, "desirable": False}
         return _EMPTY_COLUMNS | whole | told | {"token_type_ids": types}
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Of the classes, of which there may be many thousands, by their names."""
+        return {name: number for number, name in enumerate(self.classes)}
 
     def _cut(self, values: list[int]) -> list[int]:
         """What of a text's tokens, or of what stands beside them, is kept: the beginning, and what ends every text."""
@@ -319,9 +326,19 @@ def pack(dataset: Dataset, seq_len: int) -> Dataset:
     from trl.data_utils import pack_dataset  # seconds to import, and only packing needs it
 
     dataset = dataset.select_columns(["input_ids", "labels"])
-    for batch in dataset.with_format("arrow").iter(PACKED_TOGETHER):
-        lengths = pc.min_max(pc.list_value_length(batch["input_ids"])).as_py()
-        assert lengths["min"] > 0 and lengths["max"] <= seq_len, f"rows of {lengths} tokens in sequences of {seq_len}"
-    options = {"batch_size": PACKED_TOGETHER, "keep_in_memory": not dataset.cache_files}
+    batches = dataset.with_format("arrow").iter(1000)
+    lengths = np.concatenate([pc.list_value_length(batch["input_ids"]).to_numpy() for batch in batches])
+    found = f"rows of {lengths.min()} to {lengths.max()} tokens in sequences of {seq_len}"
+    assert lengths.min() > 0 and lengths.max() <= seq_len, found
+    together = _packed_together(lengths)
+    options = {"batch_size": together, "keep_in_memory": not dataset.cache_files}
     packed = pack_dataset(dataset, seq_len, strategy="bfd", map_kwargs=options)
     return packed.select(np.random.default_rng(0).permutation(len(packed)))
+
+
+def _packed_together(lengths: NDArray[np.int32]) -> int:
+    """How many rows of (rows,) tokens are packed at once."""
+    rows = PACKED_TOGETHER
+    while rows > 1 and np.add.reduceat(lengths, range(0, len(lengths), rows), dtype=np.int64).max() > _PACKED_TOKENS:
+        rows //= 2
+    return rows

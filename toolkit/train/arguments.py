@@ -19,6 +19,7 @@ from trl import SFTConfig
 from toolkit.common import UserError, concealed, first_line
 from toolkit.distributed.engines import dtypes, fsdp_mesh, training_arguments
 from toolkit.distributed.layout import BatchLayout, Length, World
+from toolkit.models.process_groups import limit_waiting
 from toolkit.recipe import Loaded, Recipe
 from toolkit.train.run_folder import RunFolder
 
@@ -77,6 +78,8 @@ def build_arguments(
         # What the data is made of is decided elsewhere.
         prepared = {"max_length": None, "packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
         kind, kwargs = _CausalArguments, kwargs | prepared
+    if "ddp_timeout" in kwargs:
+        limit_waiting(kwargs["ddp_timeout"])
     try:
         arguments = kind(**kwargs)
     except (TypeError, ValueError) as error:

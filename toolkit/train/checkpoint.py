@@ -14,6 +14,7 @@ from toolkit.common import UserError
 from toolkit.models.parts import whole_shape
 from toolkit.models.pipeline import chain
 from toolkit.recipe import Recipe
+from toolkit.recipe.libraries import flat
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.seal import fault, read_seal
 
@@ -80,6 +81,11 @@ def rotate(folder: Path, step: int, limit: int | None) -> None:
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
+_LAID_OUT_BY = ("sub_group_size", "round_robin_gradients")
+"""Settings of `extra.deepspeed` by which ZeRO lays parameters end to end: read as laid out otherwise, they are others'
+numbers."""
+
+
 def writer(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """Who writes the checkpoints of a run: settings of the strategy that decide their form, and processes."""
     strategy = recipe.strategy
@@ -88,6 +94,8 @@ def writer(recipe: Recipe, world_size: int) -> dict[str, Any]:
         written_by["state_dict_type"] = strategy.state_dict_type
     if strategy.zero_stage:
         written_by["offload_optimizer"] = strategy.offload_optimizer
+        passed = flat(recipe.extra.deepspeed)
+        written_by |= {name: passed[key] for name in _LAID_OUT_BY if (key := f"zero_optimization.{name}") in passed}
     if recipe.parallel.tensor > 1:
         written_by["tensor"] = recipe.parallel.tensor
     if recipe.parallel.expert > 1:
@@ -175,6 +183,8 @@ def check_readable(checkpoint: Path, recipe: Recipe, world_size: int) -> None:
     reason = ""
     if "nvme" in (saved.get("offload_optimizer"), now.get("offload_optimizer"), recipe.strategy.offload_param):
         reason = "what lies on NVMe drives is read where it was written"
+    elif saved.get("round_robin_gradients") or now.get("round_robin_gradients"):
+        reason = "DeepSpeed does not tell in which order round_robin_gradients lays parameters"
     elif not divides_anew(recipe):
         reason = f"optimizer.name={recipe.optimizer.traits.name} keeps what cannot be divided otherwise than it was"
     if reason:
@@ -224,7 +234,8 @@ def _form(writer: Mapping[str, Any]) -> tuple[Any, ...]:
     if strategy.startswith("zero"):
         # Every process reads back the part it wrote. Stages 1 and 2 divide the optimizer's state in the same way.
         parts = writer.get("tensor", 1)
-        return strategy == "zero3", writer["offload_optimizer"] == "nvme", parts, writer["world_size"]
+        laid_out = [writer.get(name) for name in _LAID_OUT_BY]
+        return strategy == "zero3", writer["offload_optimizer"] == "nvme", parts, writer["world_size"], *laid_out
     return ("whole",)
 
 
@@ -236,6 +247,8 @@ def _described(writer: Mapping[str, Any]) -> str:
         settings += f" strategy.offload_optimizer={writer['offload_optimizer']}"
     for key in ("tensor", "expert", "pipeline"):
         settings += f" parallel.{key}={writer[key]}" if key in writer else ""
+    for name in _LAID_OUT_BY:
+        settings += f" extra.deepspeed.zero_optimization.{name}={writer[name]}" if name in writer else ""
     number = writer["world_size"]
     return f"{settings} on {number} process" + ("es" if number > 1 else "")
 

@@ -27,7 +27,7 @@ from toolkit.models import device
 from toolkit.models.heads import read_at
 from toolkit.models.preference import reward_losses
 from toolkit.recipe.preference import Preference
-from toolkit.train.classes import class_figures, entity_counts, entity_figures, entity_types
+from toolkit.train.classes import MOST_CONFUSED, class_figures, entity_counts, entity_figures, entity_types
 from toolkit.train.evaluate import evaluating, reading_masks
 from toolkit.train.preference import OF_ANSWERS
 from toolkit.train.session import Session
@@ -155,12 +155,12 @@ class ClassTrainer(HeadTrainer):
         losses = F.cross_entropy(flat, wanted, ignore_index=IGNORE, reduction="none").double()
         kept = wanted != IGNORE
         found = flat.detach().argmax(-1)
-        # (classes x classes): row by row what each class was taken for; the last place is for what has no label.
-        places = torch.where(kept, wanted * outputs + found, outputs**2)
-        table = torch.zeros(outputs**2 + 1, dtype=torch.float64, device=flat.device)
-        table = table.scatter_add(0, places, torch.ones_like(places, dtype=torch.float64))[:-1]
+        told = ((wanted, kept & (found == wanted)), (found, kept), (wanted, kept))
+        counts = torch.stack([_counted(places, each, outputs) for places, each in told], 1)
+        # Row by row what each class was taken for.
+        confusion = [_counted(wanted * outputs + found, kept, outputs**2)] if outputs <= MOST_CONFUSED else []
         head = torch.stack([losses.detach().sum(), kept.sum().double()])
-        sums = torch.cat([head, table, *self.further(found.view(labels.shape), inputs)])
+        sums = torch.cat([head, counts.flatten(), *confusion, *self.further(found.view(labels.shape), inputs)])
         return losses, Measurement.of(sums, losses, kept)
 
     def further(self, found: torch.Tensor, inputs: dict[str, Any]) -> list[torch.Tensor]:
@@ -168,24 +168,38 @@ class ClassTrainer(HeadTrainer):
         return []
 
     def told(self, sums: list[float]) -> dict[str, float]:
-        table = self._table(sums)
-        return {"accuracy": sum(row[n] for n, row in enumerate(table)) / max(sum(map(sum, table)), 1)}
+        counts, _, _ = self._parted(sums)
+        return {"accuracy": sum(row[0] for row in counts) / max(sum(row[2] for row in counts), 1)}
 
     def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, Any]:
         """What an evaluation says.
 
         Returns:
             `eval_loss` (per label), `eval_labels`, `eval_accuracy`, `eval_macro_f1`; `eval_classes` with precision,
-            recall, F1 and the number of each class, and `eval_confusion`, a row for each class with how often it was
-            taken for which.
+            recall, F1 and the number of each class, and for up to `MOST_CONFUSED` classes `eval_confusion`, a row for
+            each with how often it was taken for which.
         """
         total, labels, *_ = sums
-        table = [[int(each) for each in row] for row in self._table(sums)]
-        return {"eval_loss": total / labels, "eval_labels": int(labels), **class_figures(table, self.classes)}
+        counts, confusion, _ = self._parted(sums)
+        found = {"eval_loss": total / labels, "eval_labels": int(labels), **class_figures(counts, self.classes)}
+        return found | ({"eval_confusion": confusion} if confusion else {})
 
-    def _table(self, sums: list[float]) -> list[list[float]]:
-        size = len(self.classes)
-        return [sums[2 + size * row : 2 + size * (row + 1)] for row in range(size)]
+    def _parted(self, sums: list[float]) -> tuple[list[list[int]], list[list[int]], list[float]]:
+        """Of each class its labels that were told, how often it was told, and its labels; what those of each were taken
+        for; and what is `further`."""
+        size, whole = len(self.classes), iter(sums[2:])
+
+        def table(width: int) -> list[list[int]]:
+            return [[int(each) for each in itertools.islice(whole, width)] for _ in range(size)]
+
+        return table(3), table(size) if size <= MOST_CONFUSED else [], [*whole]
+
+
+def _counted(places: torch.Tensor, kept: torch.Tensor, size: int) -> torch.Tensor:
+    """(size,) how often each place is met among those that are kept."""
+    counts = torch.zeros(size + 1, dtype=torch.float64, device=places.device)
+    places = torch.where(kept, places, size)
+    return counts.scatter_add(0, places, torch.ones_like(places, dtype=torch.float64))[:-1]
 
 
 class TokenTrainer(ClassTrainer):
@@ -210,7 +224,7 @@ class TokenTrainer(ClassTrainer):
         """As of classes; where these are tags of entities also `eval_entity_f1`, `eval_entity_precision`,
         `eval_entity_recall`, and `eval_entities` with those of each type."""
         types = entity_types(self.classes)
-        counts = sums[2 + len(self.classes) ** 2 :]
+        *_, counts = self._parted(sums)
         table = [[int(each) for each in counts[3 * n : 3 * n + 3]] for n in range(len(types))]
         found = entity_figures(dict(zip(types, table, strict=True))) if types else {}
         return super().figures(sums, rows) | found

@@ -291,13 +291,16 @@ def _ranges(chunk: Any, size: Sequence[int], read: Callable[[], Any]) -> Iterato
         return
     (rows, columns), (first, column) = chunk.sizes, chunk.offsets
 
-    # They are asked for one after the other.
-    @functools.lru_cache(maxsize=1)
-    def all_rows() -> Any:
-        return read().view(rows, columns)
-
     for number in range(rows):
-        yield (first + number) * row + column, columns, functools.partial(lambda at: all_rows()[at], number)
+        each = functools.partial(lambda at: _newest(read).view(rows, columns)[at], number)
+        yield (first + number) * row + column, columns, each
+
+
+@functools.lru_cache(maxsize=1)
+def _newest(read: Callable[[], Any]) -> Any:
+    """A chunk, whose rows are asked for one after the other. None before it is kept: together they are this process's
+    share of the checkpoint once more."""
+    return read()
 
 
 def _read_stored(file: Path, offset: int, length: int) -> Any:
