@@ -114,6 +114,10 @@ REFUSED: dict[str, Any] = {
     "an empty one": ({"prompt": "p", "completion": "c", "label": None}, "`label` says neither good nor bad"),
     "texts without an answer": ({"text": "Night fell.", "label": True}, "does not fit `objective: kto`"),
     "pairs": ({"prompt": "p", "chosen": "a", "rejected": "b", "label": True}, "preference pairs"),
+    "pairs without a verdict": (
+        {"prompt": "p", "chosen_response": "a", "rejected_response": "b"},
+        "`chosen_response` and `rejected_response` are pairs of answers",
+    ),
     "a second judgement": ({"prompt": "p", "completion": "c", "label": True, "rating": 0}, "`rating` is whether"),
 }
 

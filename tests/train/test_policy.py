@@ -154,6 +154,7 @@ def test_loss_and_gradients_are_trls(
             each.served = [next(drawn).tolist() for _ in each.answers]
     perturb(trainer.model, 0.02)
     trainer._seen = None
+    trainer._note(batch)
     total, _, _ = trainer.score(trainer.model.train(), inputs)
     answers = [ids for each in batch for ids in each.answers]
     count = {"dapo": sum(map(len, answers)), "dr_grpo": 8 * 6}.get(settings.get("loss_type", ""), 8)
@@ -321,6 +322,17 @@ def test_steps_on_the_same_answers_are_clipped_and_take_no_new_ones() -> None:
     first, second, third, _ = [row for row in metrics(folder) if "loss" in row]
     assert first["clipped"] == 0 == third["clipped"] and second["clipped"] > 0
     assert first["reward"] == second["reward"] != third["reward"]
+
+
+def test_steps_that_are_logged_together_are_told_together() -> None:
+    """Also where a rollout serves steps of two rows of the metrics."""
+    steps = ["max_steps=6", "policy.num_iterations=2"]
+    each = [row for row in metrics(run("each-step", *steps)) if "loss" in row]
+    both = [row for row in metrics(run("three-steps", *steps, "logging.every_steps=3")) if "loss" in row]
+    assert [row["step"] for row in both] == [3, 6] and each[0]["reward"] != each[2]["reward"]
+    for row, parts in zip(both, (each[:3], each[3:]), strict=True):
+        for name in ("loss", "reward", "reward_length", "reward_std", "no_spread", "answer_tokens", "cut"):
+            assert row[name] == pytest.approx(sum(part[name] for part in parts) / 3, abs=2e-6), name
 
 
 def test_a_reward_of_ones_own_that_fails_or_has_changed_ends_the_run(capsys: Any) -> None:

@@ -180,6 +180,7 @@ def test_answers_of_another_model_are_weighed_and_those_of_a_stranger_end_the_ru
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.mul_(1.05)
+        trainer._note(kept)
         trainer.score(trainer.model.train(), trainer._laid_out(kept))
         told = trainer.told(trainer._seen.tolist())
         assert 1e-3 < told["server_difference"] < 0.5 and 0 < told["server_capped"] < 1

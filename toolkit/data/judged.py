@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError, brief
-from toolkit.data.columns import JUDGED, by_lower_case, mapping_text, verdict
+from toolkit.data.columns import JUDGED, PAIRS_CALLED, by_lower_case, mapping_text, verdict
 from toolkit.data.rows import Chat, Completion, Judged, Row
 
 VERDICTS = ("label", "kto_tag")
@@ -26,7 +26,7 @@ def verdict_column(columns: dict[str, str], rows: list[Mapping[str, Any]], names
         source: Path of the source.
 
     Raises:
-        UserError: None does, or several do.
+        UserError: None does, several do, or rows hold pairs of answers.
     """
     if VERDICTS[0] in columns:
         return columns.pop(VERDICTS[0])
@@ -37,6 +37,12 @@ def verdict_column(columns: dict[str, str], rows: list[Mapping[str, Any]], names
         raise UserError(
             f"data source `{source}`: {' and '.join(f'`{name}`' for name in found)} both say whether answers are good",
             f"set {mapping_text({VERDICTS[0]: found[0]})}",
+        )
+    if pair := next((pair for pair in PAIRS_CALLED if all(name in spelt for name in pair)), None):
+        raise UserError(
+            f"data source `{source}`: `{spelt[pair[0]]}` and `{spelt[pair[1]]}` are pairs of answers, and objective "
+            "kto learns from answers that are judged one by one",
+            "set objective=dpo, or write each answer as a row of its own, with true or false as its label",
         )
     likely = (name for name in JUDGED if name in spelt)
     saying = [spelt[name] for name in likely if all(verdict(row.get(spelt[name])) is not None for row in rows)]

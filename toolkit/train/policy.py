@@ -71,7 +71,6 @@ class PolicyTrainer(AnswerTrainer):
         self.shown: list[dict[str, Any]] = []
         """The first prompt of the newest rollout on this process, with its answers and their scores."""
         self._kept: list[list[Rollout]] = []
-        self._told: dict[str, float] = {}
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step, with the answers to its prompts; and what its losses are divided by."""
@@ -93,14 +92,19 @@ class PolicyTrainer(AnswerTrainer):
         self.row_at_once = True  # With an answer beside it.
         asked = self._sum([sum(len(each.asked) * len(each.answers) for each in every)])[0]
         self._computed += self._tokens + int(asked)
-        if fresh:
-            self._note(every)
+        self._note(every)
         return [self._laid_out(batch) for batch in self._kept], sent(count, self.args.device)
 
     @property
     def said(self) -> tuple[str, ...]:  # type: ignore[override]
         """See `_note` and `told`."""
-        return (*self._told, "clipped", "kl", *OF_SERVER)
+        return (*self._of_answers, "clipped", "kl", *OF_SERVER)
+
+    @property
+    def _of_answers(self) -> list[str]:
+        """What `_note` adds up, beside the number of prompts."""
+        names = ["reward", *(f"reward_{name}" for name in self.asker.scorer.names)]
+        return [*names, *(f"{name}_std" for name in names), "no_spread", "answer_tokens", "cut"]
 
     def take_tokens(self) -> int:
         """Tokens of prompts and answers that were trained on since this was last asked, of all processes."""
@@ -132,19 +136,20 @@ class PolicyTrainer(AnswerTrainer):
             self.objective, self.settings, log_probs, before, inputs.get("reference"), gains, counts, weights
         )
         tokens = sent(sum(counts), log_probs.device, torch.float64)
-        self.see(torch.stack([tokens, found.clipped.double(), found.divergence, *apart]))
+        sums = torch.stack([tokens, found.clipped.double(), found.divergence, *apart])
+        self.see(torch.nn.functional.pad(sums, (1 + len(self._of_answers), 0)))
         return found.losses.sum().float(), sent(float(len(counts)), log_probs.device), balance
 
     def _weights(
         self, kept: list[Rollout], before: torch.Tensor, counts: list[int]
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """What each token of a server's answers counts, and sums over them for `OF_SERVER`; nothing without a server.
+        """What each token of a server's answers counts, and sums over them for `OF_SERVER`, 0 without a server.
 
         Raises:
             UserError: If the server has drawn by another model.
         """
         if kept[0].served is None:
-            return None, []
+            return None, [before.new_zeros(())] * len(OF_SERVER)
         drawn = [number for each in kept for answer in each.served or () for number in answer]
         served = sent(drawn, before.device, torch.float64)
         weights = server_weights(self.objective, self.settings, before, served, counts)
@@ -169,9 +174,12 @@ class PolicyTrainer(AnswerTrainer):
 
     def told(self, sums: list[float]) -> dict[str, float]:
         """What is said of the answers of a step: see `_note`, `OF_SERVER`; and the share of tokens that was clipped."""
-        tokens, clipped, divergence, *of_server = sums
-        said = self._told | {"clipped": clipped / tokens}
-        said |= {name: each / tokens for name, each in zip(OF_SERVER, of_server, strict=False)}
+        prompts, *of_answers = sums[: 1 + len(self._of_answers)]
+        tokens, clipped, divergence, *of_server = sums[1 + len(of_answers) :]
+        said = {name: each / prompts for name, each in zip(self._of_answers, of_answers, strict=True)}
+        said |= {"clipped": clipped / tokens}
+        if any(of_server):
+            said |= {name: each / tokens for name, each in zip(OF_SERVER, of_server, strict=True)}
         return said | ({"kl": divergence / tokens} if self.settings.beta and self.objective == "grpo" else {})
 
     def measure(self, model: Any, inputs: dict[str, Any]) -> Measurement:
@@ -331,11 +339,11 @@ class PolicyTrainer(AnswerTrainer):
         return total
 
     def _note(self, every: list[Rollout]) -> None:
-        """Notes what the answers of a step are like.
+        """Adds up what the answers of a step are like.
 
-        It is, on average: `reward` and `reward_…` of each reward; `reward_std` and `reward_…_std`, the standard
-        deviation among the answers to a prompt; `no_spread`, the share of prompts whose answers all have the same
-        reward; `answer_tokens`; and `cut`, the share of answers that their limit ended.
+        It is, on average over prompts: `reward` and `reward_…` of each reward; `reward_std` and `reward_…_std`, the
+        standard deviation among the answers to a prompt; `no_spread`, the share of prompts whose answers all have the
+        same reward; `answer_tokens`; and `cut`, the share of answers that their limit ended.
         """
         scorer, sums = self.asker.scorer, []
         for each in every:
@@ -344,10 +352,8 @@ class PolicyTrainer(AnswerTrainer):
             cut = np.mean([self.asker.is_cut(ids) for ids in each.answers])
             tokens = np.mean([len(ids) for ids in each.answers])
             sums.append([1.0, *columns.mean(axis=0), *spreads, spreads[0] < 1e-9, tokens, cut])
-        count, *means = self._sum(np.sum(sums, axis=0))
-        names = ["reward", *(f"reward_{name}" for name in scorer.names)]
-        names += [*(f"{name}_std" for name in names), "no_spread", "answer_tokens", "cut"]
-        self._told = dict(zip(names, (mean / count for mean in means), strict=True))
+        noted = sent(np.sum(sums, axis=0), self.args.device)
+        self.see(torch.nn.functional.pad(noted, (0, 3 + len(OF_SERVER))))
         if not self.folder:
             return
         first = every[0]
