@@ -74,7 +74,7 @@ def within(seconds: float, happened: Callable[[], object]) -> None:
 
 
 def test_a_file_is_read_back_with_positions_scaled_as_those_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Which Transformers does not take from its header."""
     monkeypatch.chdir(tmp_path)
@@ -90,13 +90,21 @@ from tiny import tiny_gguf
 if "--vocab-only" in sys.argv:
     Path(sys.argv[3]).touch()
 else:
+    config = Path(sys.argv[1], "config.json")
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-05', EPSILON))
     tiny_gguf(Path(sys.argv[1]), Path(sys.argv[3]))
 """
-    script(tmp_path, writes, monkeypatch)
+    script(tmp_path, writes.replace("EPSILON", repr('"rms_norm_eps": 1e-05')), monkeypatch)
     run = trained("scaled", *LORA)
     assert main(["export", str(run), "format=gguf"]) == 0
     proof = json.loads((run / "gguf" / "export_proof.json").read_text(encoding="utf-8"))
     assert proof["distance_as_saved"] == 0 and proof["distance"] < 1e-5
+
+    # Not all that a configuration says gets into every file, or out of it again.
+    script(tmp_path, writes.replace("EPSILON", repr('"rms_norm_eps": 1.0')), monkeypatch)
+    assert main(["export", str(run), "format=gguf", "output=other"]) == 1
+    assert "Transformers reads them otherwise than llama.cpp" in " ".join(capsys.readouterr().err.split())
+    assert not Path("other").exists()
 
 
 @pytest.mark.parametrize("method", [LORA, ["method=full"]], ids=["lora", "full"])

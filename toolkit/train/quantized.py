@@ -316,10 +316,16 @@ class _Exporting:
         """
         allowed = READ_BACK + roundings * torch.finfo(self._settings["dtype"]).eps
         if not apart <= allowed:  # NaN is not equal to anything.
+            change = "take another format, and report this with `toolkit doctor`"
+            if self._form in gguf.FORMATS:
+                change = (
+                    "take another format: GGUF does not hold all settings of every architecture, or Transformers reads "
+                    "them otherwise than llama.cpp; to compare there, run its converter on the whole model yourself"
+                )
             raise UserError(
                 f"the saved {self._form} model differs from the one that was saved: {what} outputs are apart by "
                 f"{apart:.2e} of the largest, allowed {allowed:.0e}",
-                "nothing was written; take another format, and report this with `toolkit doctor`",
+                f"nothing was written; {change}",
             )
 
     def _loaded(self, folder: Path, **quantization: Any) -> Any:
