@@ -91,8 +91,10 @@ if "--vocab-only" in sys.argv:
     Path(sys.argv[3]).touch()
 else:
     config = Path(sys.argv[1], "config.json")
-    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-05', EPSILON))
+    text = config.read_text()
+    config.write_text(text.replace('"rms_norm_eps": 1e-05', EPSILON))
     tiny_gguf(Path(sys.argv[1]), Path(sys.argv[3]))
+    config.write_text(text)
 """
     script(tmp_path, writes.replace("EPSILON", repr('"rms_norm_eps": 1e-05')), monkeypatch)
     run = trained("scaled", *LORA)
