@@ -91,6 +91,7 @@ class SavedState:
             if low < high:
                 into[low - start : high - start].copy_(read()[low - first : high - first])
                 missing -= high - low
+        _newest.cache_clear()  # It would stay in memory for as long as the training.
         if missing:
             raise UserError(
                 f"{self._checkpoint} lacks {missing:,} numbers of {name}'s {kind}",
