@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,42 @@ def test_a_value_is_of_the_type_that_its_library_takes(
         (problem,) = problems(value)
         assert problem.what == "is not valid" and sorted(problem.allowed.split(" or ")) == sorted(allowed.split(" or "))
         assert ("without quotes" in problem.hint) == ((isinstance(value, str) and part != "lora") or value == "none")
+
+
+FROM_0, FROM_1 = ("a number from 0 on", [-5, -1e-9]), ("a whole number from 1 on", [0, -3])
+INFINITE: list[Any] = [math.inf, math.nan]
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed", "fitting", "wrong"),
+    [
+        ("training_arguments.neftune_noise_alpha", FROM_0[0], [0, 5, 0.5, None], [*FROM_0[1], *INFINITE]),
+        ("training_arguments.router_aux_loss_coef", FROM_0[0], [0, 0.01], [*FROM_0[1], *INFINITE]),
+        ("training_arguments.ddp_timeout", FROM_1[0], [60], FROM_1[1]),
+        ("training_arguments.ddp_bucket_cap_mb", FROM_1[0], [25, None], FROM_1[1]),
+        ("training_arguments.torch_empty_cache_steps", FROM_1[0], [10, None], FROM_1[1]),
+        ("training_arguments.dataloader_prefetch_factor", FROM_1[0], [2, None], FROM_1[1]),
+        ("deepspeed.fp16.loss_scale", FROM_0[0], [0, 128.0], [-1, *INFINITE]),
+        ("deepspeed.fp16.initial_scale_power", "a whole number from 0 to 64", [0, 16], [-1, 65]),
+        ("deepspeed.fp16.loss_scale_window", FROM_1[0], [100], FROM_1[1]),
+        ("deepspeed.fp16.hysteresis", FROM_1[0], [1, 2], FROM_1[1]),
+        ("deepspeed.fp16.min_loss_scale", FROM_1[0], [1], FROM_1[1]),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused(
+    setting: str, allowed: str, fitting: list[Any], wrong: list[Any]
+) -> None:
+    part, _, key = setting.partition(".")
+    engine = "strategy.name=zero2 precision=fp16" if part == "deepspeed" else "strategy.name=ddp data.num_workers=1"
+
+    def problems(value: Any) -> list[Problem]:
+        extra = {"fp16": {key.removeprefix("fp16."): value}} if part == "deepspeed" else {key: value}
+        return list(extra_problems(recipe_of(engine).with_values({f"extra.{part}": extra}), {}))
+
+    assert [value for value in fitting if problems(value)] == []
+    for value in wrong:
+        (problem,) = problems(value)
+        assert (problem.path, problem.what, problem.allowed) == (f"extra.{setting}", "is not valid", allowed)
 
 
 OWN_KEYS = {

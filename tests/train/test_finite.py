@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import metrics
 from pages import Page
-from ranks import ON_CPU, Ranks
+from ranks import ON_CPU, Finished, Ranks
 from small import LORA, place_with
 
 from toolkit.train.checkpoint import newest
@@ -31,6 +31,34 @@ def main(arguments):
     import torch
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    return cpu_engines.main(arguments)
+"""
+
+# The loss stays as it is; the gradients of some steps are no numbers.
+BROKEN_GRADIENTS = """
+import os
+import cpu_engines
+
+def main(arguments):
+    import torch
+    from toolkit.train.trainer import CausalTrainer
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * float("nan")
+
+    compute = CausalTrainer.compute_loss
+
+    def compute_loss(self, *args, **kwargs):
+        loss = compute(self, *args, **kwargs)
+        return Broken.apply(loss) if str(self.state.global_step + 1) in os.environ["STEPS"].split(",") else loss
+
+    CausalTrainer.compute_loss = compute_loss
     return cpu_engines.main(arguments)
 """
 
@@ -85,6 +113,76 @@ def test_all_processes_of_an_engine_end_there(
     assert not folder.final.exists() and folder.manifest().status == "failed"
     last, _ = newest(folder.checkpoints)
     assert (last and last.name) == good
+
+
+def broken_at(steps: str, strategy: str, place: Path, ranks: Ranks, *settings: str) -> Finished:
+    (place / "broken_gradients.py").write_text(BROKEN_GRADIENTS)
+    own = [f"strategy.name={strategy}", "schedule.name=linear", *settings]
+    return ranks.run(place, "recipe=small", *own, processes=2, entry="broken_gradients", STEPS=steps)
+
+
+@pytest.mark.parametrize(
+    "strategy", [*(pytest.param(name, marks=pytest.mark.matrix) for name in ("zero1", "zero2")), "zero3"]
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_zero_leaves_out_no_update_in_silence_where_few_steps_are_logged(
+    strategy: str, precision: str, tmp_path: Path, place: Path, ranks: Ranks
+) -> None:
+    own = [f"precision={precision}", "logging.every_steps=4", "max_steps=6", f"output.dir={tmp_path}"]
+    done = broken_at("2", strategy, place, ranks, *own)
+    assert done.codes == [1, 1], done.stderr[-3000:]
+    assert "at step 2 or one of the 1 before it the gradients' norm became" in " ".join(done.stderr.split())
+    assert not (tmp_path / "small" / "final").exists()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=pytest.mark.matrix)])
+def test_steps_without_an_update_are_told_of_fp16(strategy: str, tmp_path: Path, place: Path, ranks: Ranks) -> None:
+    own = ["precision=fp16", f"output.dir={tmp_path}", "save_steps=3"]
+    done = broken_at("2,3", strategy, place, ranks, *own, "max_steps=5")
+    assert done.codes == [0, 0], done.stderr[-3000:]
+    said = "2 steps of 5 made no update, because gradients overflowed in fp16"
+    assert said in done.stderr
+    run = tmp_path / "small"
+    assert RunFolder(run).manifest().skipped_steps == [2, 3]
+    page = Page((run / "report.html").read_text(encoding="utf-8")).text
+    assert "gradients overflowed (fp16): 2, 3" in page
+    rows = [row for row in metrics(run) if "loss" in row]
+    assert [math.isfinite(row["grad_norm"]) for row in rows] == [True, False, False, True, True]
+    # The schedule waits for them.
+    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-2, 8e-3, 8e-3, 8e-3, 6e-3])
+    # A run that goes on from between them counts those before it too.
+    done = broken_at(
+        "3",
+        strategy,
+        place,
+        ranks,
+        *own,
+        "max_steps=5",
+        f"checkpoint.resume={run}/checkpoints/checkpoint-3",
+        "output.name=on",
+    )
+    assert done.codes == [0, 0] and said in done.stderr, done.stderr[-3000:]
+    assert RunFolder(tmp_path / "on").manifest().skipped_steps == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("scale", "says", "last"),
+    [
+        ("loss_scale: 1024", "gradients overflowed in fp16 in all 4 steps, none of which updated a weight", 4),
+        ("initial_scale_power: 1", "at step 2 gradients overflowed in fp16 at the least scale of the loss", 2),
+    ],
+)
+def test_fp16_that_takes_no_step_ends_the_run(
+    scale: str, says: str, last: int, tmp_path: Path, place: Path, ranks: Ranks
+) -> None:
+    own = ["precision=fp16", f"extra.deepspeed={{fp16: {{{scale}}}}}", "max_steps=4", f"output.dir={tmp_path}"]
+    done = broken_at("1,2,3,4", "zero2", place, ranks, *own)
+    assert done.codes == [1, 1], done.stderr[-3000:]
+    assert says in " ".join(done.stderr.split()), done.stderr[-3000:]
+    run = tmp_path / "small"
+    assert not (run / "final").exists() and RunFolder(run).manifest().status == "failed"
+    assert RunFolder(run).manifest().skipped_steps == list(range(1, last + 1))
+    assert [row["step"] for row in metrics(run) if "loss" in row] == list(range(1, last + 1))
 
 
 def test_weights_that_are_not_trained_may_be_anything() -> None:

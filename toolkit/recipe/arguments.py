@@ -5,6 +5,7 @@ They take what they are given, and fail at step 1, train something else, or end 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ class Argument:
 
 
 def number(low: float, high: float | None = None, *, above: bool = False, below: bool = False) -> Argument:
-    """A number in a range whose ends belong to it, but for a low end with `above` and a high end with `below`."""
+    """A finite number in a range. Its ends belong to it, but for a low end with `above` and a high end with `below`."""
     words = f"a number {'above' if above else 'from'} {low:g}"
     if high is not None:
         words += f" {'to below' if below else 'to'} {high:g}"
@@ -30,6 +31,7 @@ def number(low: float, high: float | None = None, *, above: bool = False, below:
         return (
             isinstance(value, int | float)
             and not isinstance(value, bool)
+            and math.isfinite(value)
             and (value > low or (value == low and not above))
             and (high is None or value < high or (value == high and not below))
         )

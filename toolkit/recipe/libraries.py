@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from toolkit.recipe.arguments import Argument, count, number
+
 _TIME, _MEMORY, _BOTH = "time", "memory", "memory and time"
 
 PASSED: dict[str, dict[str, str]] = {
@@ -52,6 +54,23 @@ PASSED: dict[str, dict[str, str]] = {
 }
 """Part of `extra` to the settings that are passed on (patterns of dotted keys), with what they change that plans do not
 count. A DeepSpeed file that a launcher names may state the same."""
+
+_COUNT = count(1)
+BOUNDS: dict[str, dict[str, Argument]] = {
+    "training_arguments": {
+        **dict.fromkeys(("neftune_noise_alpha", "router_aux_loss_coef"), number(0)),
+        **dict.fromkeys(("ddp_timeout", "ddp_bucket_cap_mb", "torch_empty_cache_steps"), _COUNT),
+        "dataloader_prefetch_factor": _COUNT,
+    },
+    "lora": {},
+    "deepspeed": {
+        # A scale below 1 keeps nothing from overflowing that fp32 would hold; no hysteresis at all is never used up.
+        **{"fp16.loss_scale": number(0), "fp16.initial_scale_power": count(0, 64)},
+        **dict.fromkeys(("fp16.loss_scale_window", "fp16.hysteresis", "fp16.min_loss_scale"), _COUNT),
+    },
+}
+"""Settings that are passed on to the numbers that make sense of them, where their libraries take others too and fail
+later, or train something else."""
 
 
 @functools.cache

@@ -137,7 +137,8 @@ class Manifest(Partial):
     plan: Plan | None = None
     effective: EngineState | None = None
     skipped_steps: list[int] = []
-    """Steps whose batches were left out, see `faults` in the recipe."""
+    """Steps without an update: their batches were left out, see `faults` in the recipe, or gradients overflowed in
+    fp16."""
     train_seconds: float | None = None
     peak_memory_bytes: int | None = None
     measured: Measured | None = None

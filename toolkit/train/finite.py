@@ -7,8 +7,9 @@ final model is saved, so that neither holds a model that is none; a look is one 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from toolkit.common import UserError
 from toolkit.train.bad_batches import FILE, keep_until, save_batches
 from toolkit.train.checkpoint import newest
 from toolkit.train.session import Session
+
+_log = logging.getLogger("toolkit.train")
+_OVERFLOWS = "Overflows"
 
 
 class Finite(TrainerCallback):
@@ -30,6 +34,13 @@ class Finite(TrainerCallback):
         self._logged = state.global_step
         if self._session.leads:
             keep_until(self._session.folder.path / FILE, state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # DeepSpeed leaves out updates by gradients that are not finite whatever the precision, and no later step shows
+        # it: the norm of this one must be logged.
+        trainer = self._session.trainer
+        if self._session.recipe.precision != "fp16" and trainer.accelerator.optimizer_step_was_skipped:
+            control.should_log = trainer.row_at_once = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         for key, name in (("loss", "loss"), ("grad_norm", "gradients' norm")):
@@ -46,6 +57,63 @@ class Finite(TrainerCallback):
                 raise ended(self._session, what)
         if logs and "loss" in logs:
             self._logged = state.global_step
+
+
+class Overflows(TrainerCallback):
+    """Under fp16: notes the steps without an update, because their scaled gradients overflowed, and ends a run that no
+    scale of the loss helps or that has taken no step at all.
+
+    Args:
+        stopped: Whether the run was asked to stop, and will go on.
+    """
+
+    def __init__(self, session: Session, stopped: Callable[[], bool]) -> None:
+        self._session, self._stopped = session, stopped
+        self._skipped: list[int] = []
+        self._ends = ""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._skipped = list(state.stateful_callbacks.setdefault(_OVERFLOWS, {}).get("skipped", []))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._session.trainer
+        if not trainer.accelerator.optimizer_step_was_skipped:
+            return
+        self._skipped.append(state.global_step)
+        state.stateful_callbacks[_OVERFLOWS] = {"skipped": self._skipped}
+        if _is_least_scale(trainer):
+            self._ends = f"at step {state.global_step} gradients overflowed in fp16 at the least scale of the loss"
+            control.should_log = trainer.row_at_once = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        # Only now: the metrics show the step.
+        if self._ends and logs and "loss" in logs:
+            self._tell()
+            raise ended(self._session, self._ends)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._skipped:
+            return
+        self._tell()
+        if len(self._skipped) == state.global_step and not self._stopped():
+            what = f"gradients overflowed in fp16 in all {state.global_step} steps, none of which updated a weight"
+            raise ended(self._session, what)
+
+    def _tell(self) -> None:
+        session, count = self._session, len(self._skipped)
+        if session.leads:
+            session.folder.update_manifest(skipped_steps=self._skipped)
+            steps = f"{count} step{'s' * (count > 1)} of {session.trainer.state.global_step}"
+            _log.warning("%s made no update, because gradients overflowed in fp16; manifest.json lists them", steps)
+
+
+def _is_least_scale(trainer: Any) -> bool:
+    """Whether the loss is scaled as little as it ever is."""
+    if not trainer.is_deepspeed_enabled:
+        # torch's scale goes on towards zero, but below 1 it keeps nothing from overflowing that fp32 would hold.
+        return trainer.accelerator.scaler.get_scale() <= 1
+    scaler = trainer.model_wrapped.optimizer.loss_scaler
+    return scaler.dynamic and scaler.cur_scale <= scaler.min_scale
 
 
 def check_weights(session: Session, step: int) -> None:

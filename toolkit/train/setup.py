@@ -41,7 +41,7 @@ from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.completion import Completion
 from toolkit.train.decide import decide
 from toolkit.train.expert_load import ExpertLoad
-from toolkit.train.finite import Finite
+from toolkit.train.finite import Finite, Overflows
 from toolkit.train.late_rows import TellLate
 from toolkit.train.model import TrainedModel, load_model
 from toolkit.train.objectives import settings_of, with_numbers
@@ -296,8 +296,10 @@ class Callbacks:
         rehearsal = Rehearsal(session, pause)
         # What is not finite is noted before it ends the run.
         finite = BatchGuard(session) if session.recipe.faults.judges_steps else Finite(session)
+        half = session.recipe.precision == "fp16"
+        judging = (finite, Overflows(session, lambda: self.stop.stopped) if half else None)
         choosing = (self.selection, EarlyStopping(session), self.evaluator)
-        watching = (experts, self.meter, finite, *choosing, self.stop, profiler, start_up, rehearsal, Pace(session))
+        watching = (experts, self.meter, *judging, *choosing, self.stop, profiler, start_up, rehearsal, Pace(session))
         reference = Reference(session) if session.recipe.refers else None
         for each in (
             self.completion,

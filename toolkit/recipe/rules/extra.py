@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from toolkit.recipe.errors import origin_of
-from toolkit.recipe.libraries import PASSED, fields, flat, uncounted
+from toolkit.recipe.libraries import BOUNDS, PASSED, fields, flat, uncounted
 from toolkit.recipe.other_tools import translated_keys
 from toolkit.recipe.problem import UNKNOWN_KEY, Problem
 from toolkit.recipe.schema import Recipe, leaf_paths
@@ -157,6 +157,8 @@ def extra_problems(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[Probl
                 yield problem("would be ignored", f"remove it, or set {needs}")
             elif not _fits(value, known[key]):
                 yield problem("is not valid", _change(value, known[key]), _allowed(known[key]))
+            elif (bounds := BOUNDS[part].get(key)) and value is not None and not bounds.fits(value):
+                yield problem("is not valid", "write what is allowed, or remove it", bounds.allowed)
         elif own := own_key(part, key):
             yield problem("has a key of its own in a recipe", f"set {own} instead")
         elif key in known or key.partition(".")[0] in known:
