@@ -34,7 +34,6 @@ PASSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown"), _TIME),
         **dict.fromkeys(("aio.*", "comms_logger.*", "flops_profiler.*"), _TIME),
         "zero_optimization.sub_group_size": _BOTH,
-        "zero_optimization.round_robin_gradients": _TIME,
         "zero_optimization.zero_hpz_partition_size": _BOTH,
         "zero_optimization.use_multi_rank_bucket_allreduce": _TIME,
         "zero_optimization.stage3_model_persistence_threshold": _BOTH,

@@ -102,7 +102,12 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
             "runtime_config",
         ),
     },
-    "deepspeed": {"losses, checkpoints and plans rest on what the toolkit says there": ("*",)},
+    "deepspeed": {
+        "DeepSpeed then gives out what it holds of a parameter as that of another, and adapters would be saved so": (
+            "zero_optimization.round_robin_gradients",
+        ),
+        "losses, checkpoints and plans rest on what the toolkit says there": ("*",),
+    },
 }
 """Why all other settings are refused."""
 
