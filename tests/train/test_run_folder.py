@@ -266,7 +266,7 @@ def stopped(*overrides: str, step: int = 3, hashes: dict[str, str] = HASHES) -> 
     saved = folder.checkpoints / f"checkpoint-{step}"
     saved.mkdir(parents=True)
     (saved / "weights").write_text("content")
-    seal(saved, checkpoint.record(step, small(*overrides).recipe, 2, {}))
+    seal(saved, checkpoint.record(step, small(*overrides), 2, {}))
     return saved
 
 

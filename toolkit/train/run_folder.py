@@ -167,7 +167,7 @@ class RunFolder:
             versions={"python": platform.python_version(), **versions()},
             git=_git(),
             hardware=_hardware(),
-            saved_by=checkpoint.writer(loaded.recipe, layout.world_size),
+            saved_by=checkpoint.writer(loaded, layout.world_size),
             chosen=dict(loaded.chosen),
             taken_over=dict(loaded.taken_over),
             extra=loaded.extra,
@@ -279,7 +279,7 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
             "restore it, or train again beside it with checkpoint.resume=never",
         )
     if start := named or newest:
-        checkpoint.check_readable(start, loaded.recipe, world_size)
+        checkpoint.check_readable(start, loaded, world_size)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
