@@ -411,7 +411,7 @@ PUBLIC: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], str]] = {
             "zero_optimization": {"stage": 3, "allgather_bucket_size": 2e8, "reduce_bucket_size": 2e8}
             | {"stage3_module_granularity_threshold": 16},
         },
-        ["zero_optimization.stage3_module_granularity_threshold"],
+        [],
         "",
     ),
     "optimizer and scheduler with figures": (

@@ -42,6 +42,7 @@ REFUSED = [
     ([f"{ARGUMENTS}.save_only_model=true"], ["all that a run needs to go on"]),
     ([LORA, f"{OF_LORA}.trainable_token_indices=[1]"], ["set model.new_tokens"]),
     ([ZERO2, f"{ZERO}.contiguous_gradients=false"], ["rest on"]),
+    ([ZERO3, f"{ZERO}.stage3_module_granularity_threshold=9"], ["loses gradients", "leaf_module.classes names"]),
     ([ZERO2, f"{ZERO}.round_robin_gradients=true"], ["cannot be passed on", "as that of another"]),
     ([ZERO2, f"{ENGINE}.compile.deepcompile=true"], ["rest on"]),
     # Without effect.
@@ -183,7 +184,16 @@ READ_BY: list[tuple[str, str, Any, dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         *("deepspeed", "bf16.immediate_grad_update", True, {"strategy": {"name": "zero1"}, "precision": "fp16"}),
-        *({"strategy": {"name": "zero1"}, "precision": "pure_bf16"}, "precision"),
+        *({"strategy": {"name": "zero1"}, "precision": "bf16"}, "strategy.name=zero1 and precision=bf16"),
+    ),
+    (
+        *("deepspeed", "bf16.immediate_grad_update", True, {"strategy": {"name": "zero2"}, "precision": "bf16"}),
+        *({"strategy": {"name": "zero1"}, "precision": "bf16"}, "strategy.name=zero1"),
+    ),
+    *(
+        ("deepspeed", f"zero_optimization.{key}", True, unread, {"strategy": {"name": "zero2"}}, "strategy.name=zero2")
+        for key in ("parameter_alignment", "use_multi_rank_bucket_allreduce")
+        for unread in ({"strategy": {"name": "zero3"}}, {"strategy": {"name": "zero1"}, "precision": "bf16"})
     ),
     *(
         (
@@ -195,7 +205,8 @@ READ_BY: list[tuple[str, str, Any, dict[str, Any], dict[str, Any], str]] = [
             "strategy.name=zero3",
         )
         for key, value in (
-            ("stage3_module_granularity_threshold", 9),
+            ("stage3_allgather_sequential", True),
+            ("sub_group_size", 9),
             ("leaf_module.classes", ["Block"]),
             ("zero_hpz_partition_size", 2),
         )

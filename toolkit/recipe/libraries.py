@@ -37,7 +37,6 @@ PASSED: dict[str, dict[str, str]] = {
         "zero_optimization.zero_hpz_partition_size": _BOTH,
         "zero_optimization.use_multi_rank_bucket_allreduce": _TIME,
         "zero_optimization.stage3_model_persistence_threshold": _BOTH,
-        "zero_optimization.stage3_module_granularity_threshold": _BOTH,
         "zero_optimization.stage3_use_all_reduce_for_fetch_params": _TIME,
         "zero_optimization.stage3_allgather_sequential": _TIME,
         "zero_optimization.parameter_alignment": _MEMORY,
