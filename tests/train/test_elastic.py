@@ -145,6 +145,17 @@ def test_a_loss_scale_that_is_still_sought_goes_on_falling(ranks: Ranks, home: P
     assert difference.loss < 1e-3
 
 
+@pytest.mark.parametrize("cell", ["zero2@2", "zero3@2"])
+def test_losses_are_scaled_as_the_continued_run_says(ranks: Ranks, home: Path, cell: str) -> None:
+    """Where what was saved overflows at every step, which is why another scale is set."""
+    scale = "extra.deepspeed.fp16"
+    straight = run(ranks, home, f"scaled-{cell}", cell, "precision=fp16", f"{scale}.initial_scale_power=32")
+    copy = interrupted(straight, f"scaled-otherwise-{cell}")
+    run(ranks, home, copy.name, cell, "precision=fp16", f"{scale}.loss_scale=128")
+    rates = [[row["learning_rate"] for row in metrics(each) if "loss" in row] for each in (straight, copy)]
+    assert not any(rates[0]) and rates[1][3] == 0.0 and all(rates[1][4:])
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("before", CELLS)
 def test_every_strategy_continues_what_every_other_saved(
