@@ -59,6 +59,9 @@ _WITHOUT_EFFECT = {
     "faults",
 }
 """Sections and keys that may change when a run is continued, because they do not move the weights."""
+_ARGUMENTS = "extra.training_arguments"
+_ARGUMENTS_WITH_EFFECT = {f"{_ARGUMENTS}.{key}" for key in ("neftune_noise_alpha", "router_aux_loss_coef")}
+"""Of these alone; the others change time and memory, or how long processes wait for each other."""
 _EVALUATIONS = tuple(f"evaluation.{key}" for key in ("every_steps", "num_beams", "max_new_tokens"))
 _CHOOSE = {
     "checkpoint.keep_best": _EVALUATIONS,
@@ -211,6 +214,10 @@ def _with_effect(values: dict[str, Any]) -> dict[str, Any]:
     if "rollout.server" in values:
         # Where one stands moves nothing; that one draws the answers does.
         values = {**values, "rollout.server": values["rollout.server"] is not None}
+    passed = {path for path in values if path.startswith(f"{_ARGUMENTS}.")}
+    if passed:
+        kept = {path: value for path, value in values.items() if path not in passed - _ARGUMENTS_WITH_EFFECT}
+        values = kept if passed & _ARGUMENTS_WITH_EFFECT else {**kept, _ARGUMENTS: {}}
     without = [path for path in values if any(f"{path}.".startswith(f"{key}.") for key in _WITHOUT_EFFECT)]
     return {path: value for path, value in values.items() if path in chosen_by or path not in without}
 
