@@ -109,8 +109,16 @@ ON_NVME = [ZERO3, "strategy.offload_optimizer=nvme", "strategy.nvme_path=/scratc
         ([ZERO2, BLOCKS], ["strategy.name=zero1", BLOCKS], 2),
         ([ZERO2, BLOCKS], [ZERO2, BLOCKS, f"{LAID}.parameter_alignment=false"], 2),
     ],
-    ids=["ddp-single", "zero2-zero1", "zero2-offload", "zero3-offload", "fsdp-reshard", "fsdp_full-reshard", "8bit",
-         "said"],
+    ids=[
+        "ddp-single",
+        "zero2-zero1",
+        "zero2-offload",
+        "zero3-offload",
+        "fsdp-reshard",
+        "fsdp_full-reshard",
+        "8bit",
+        "said",
+    ],
 )
 def test_checkpoint_that_its_engine_reads_itself(place: Path, saved: list[str], now: list[str], processes: int) -> None:
     folder, loaded = write_checkpoint(place, 3, *saved), recipe_of(*now)
