@@ -23,7 +23,7 @@ REFUSED = [
     # Misspelt.
     ([f"{ARGUMENTS}.neftune_alpha=5"], ["unknown key", "did you mean `neftune_noise_alpha`"]),
     ([LORA, f"{OF_LORA}.bais=all"], ["unknown key", "did you mean `bias`"]),
-    ([ZERO2, f"{ZERO}.round_robin_gradient=true"], ["did you mean `zero_optimization.round_robin_gradients`"]),
+    ([ZERO2, f"{ZERO}.parameter_alignmet=true"], ["did you mean `zero_optimization.parameter_alignment`"]),
     ([LORA, f"{OF_LORA}.neftune_noise_alpha=5"], ["did you mean `extra.training_arguments.neftune_noise_alpha`"]),
     # The recipe's own.
     ([f"{ARGUMENTS}.output_dir=x"], ["set output.dir"]),
@@ -43,6 +43,8 @@ REFUSED = [
     ([f"{ARGUMENTS}.save_only_model=true"], ["all that a run needs to go on"]),
     ([LORA, f"{OF_LORA}.trainable_token_indices=[1]"], ["set model.new_tokens"]),
     ([ZERO2, f"{ZERO}.contiguous_gradients=false"], ["rest on"]),
+    ([ZERO3, f"{ZERO}.stage3_module_granularity_threshold=9"], ["loses gradients", "leaf_module.classes names"]),
+    ([ZERO2, f"{ZERO}.round_robin_gradients=true"], ["cannot be passed on", "as that of another"]),
     ([ZERO2, f"{ENGINE}.compile.deepcompile=true"], ["rest on"]),
     # Without effect.
     ([f"{OF_LORA}.bias=all"], ["would be ignored", "method.name=lora"]),
@@ -55,7 +57,7 @@ REFUSED = [
     ([f"{ARGUMENTS}.neftune_noise_alpha=much"], ["a number or null"]),
     ([f"{ARGUMENTS}.ddp_bucket_cap_mb=true"], ["a whole number"]),
     ([LORA, f"{OF_LORA}.bias=lora"], ["none, all, lora_only", "did you mean `lora_only`"]),
-    ([ZERO2, f"{ZERO}.round_robin_gradients=1"], ["true or false"]),
+    ([ZERO2, f"{ZERO}.parameter_alignment=1"], ["true or false"]),
     ([ZERO2, f"{ENGINE}.aio=1"], ["must be a section"]),
 ]
 
@@ -194,7 +196,7 @@ def test_a_setting_with_a_key_of_its_own_leads_to_it(part: str) -> None:
         ([LORA, f"{OF_LORA}.bias=all", f"{OF_LORA}.exclude_modules=[lm_head]"], ""),
         ([f"{ARGUMENTS}.neftune_noise_alpha=5", f"{ARGUMENTS}.ddp_timeout=60"], ""),
         ([f"{ARGUMENTS}.dataloader_pin_memory=false"], "memory and time"),
-        ([ZERO2, f"{ZERO}.round_robin_gradients=true"], "time"),
+        ([ZERO2, f"{ZERO}.use_multi_rank_bucket_allreduce=false"], "time"),
         (["strategy=zero2_offload", f"{ZERO}.offload_optimizer.buffer_count=9"], "memory"),
         ([ZERO2, "precision=fp16", f"{ENGINE}.fp16.loss_scale_window=9"], ""),
         ([ZERO3, f"{ZERO}.leaf_module.classes=[Block]"], "memory and time"),
@@ -219,7 +221,16 @@ READ_BY: list[tuple[str, str, Any, dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         *("deepspeed", "bf16.immediate_grad_update", True, {"strategy": {"name": "zero1"}, "precision": "fp16"}),
-        *({"strategy": {"name": "zero1"}, "precision": "pure_bf16"}, "precision"),
+        *({"strategy": {"name": "zero1"}, "precision": "bf16"}, "strategy.name=zero1 and precision=bf16"),
+    ),
+    (
+        *("deepspeed", "bf16.immediate_grad_update", True, {"strategy": {"name": "zero2"}, "precision": "bf16"}),
+        *({"strategy": {"name": "zero1"}, "precision": "bf16"}, "strategy.name=zero1"),
+    ),
+    *(
+        ("deepspeed", f"zero_optimization.{key}", True, unread, {"strategy": {"name": "zero2"}}, "strategy.name=zero2")
+        for key in ("parameter_alignment", "use_multi_rank_bucket_allreduce")
+        for unread in ({"strategy": {"name": "zero3"}}, {"strategy": {"name": "zero1"}, "precision": "bf16"})
     ),
     *(
         (
@@ -231,7 +242,8 @@ READ_BY: list[tuple[str, str, Any, dict[str, Any], dict[str, Any], str]] = [
             "strategy.name=zero3",
         )
         for key, value in (
-            ("stage3_module_granularity_threshold", 9),
+            ("stage3_allgather_sequential", True),
+            ("sub_group_size", 9),
             ("leaf_module.classes", ["Block"]),
             ("zero_hpz_partition_size", 2),
         )

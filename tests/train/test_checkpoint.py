@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -47,7 +48,7 @@ def write_checkpoint(folder: Path, step: int, *overrides: str, processes: int = 
     for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", f"global_step{step}/optim_states.pt"):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text("content")
-    seal(place, checkpoint.record(step, recipe_of(*overrides).recipe, processes, {}))
+    seal(place, checkpoint.record(step, recipe_of(*overrides), processes, {}))
     return place
 
 
@@ -92,6 +93,7 @@ FSDP, FSDP_FULL = ["strategy.name=fsdp"], ["strategy.name=fsdp", "strategy.state
 BLOCKS, ON_TWO = "optimizer.name=adamw_8bit", "strategy.name=zero2 on 2 processes"
 LION_8BIT = ["optimizer.name=lion", "+optimizer.args.optim_bits=8"]
 OFFLOADS = "strategy.offload_optimizer=cpu"
+LAID = "extra.deepspeed.zero_optimization"
 ON_NVME = [ZERO3, "strategy.offload_optimizer=nvme", "strategy.nvme_path=/scratch"]
 
 
@@ -105,13 +107,23 @@ ON_NVME = [ZERO3, "strategy.offload_optimizer=nvme", "strategy.nvme_path=/scratc
         (FSDP, [*FSDP, "strategy.sharding=shard_grad_op", "strategy.offload_param=cpu"], 4),
         (FSDP_FULL, FSDP_FULL, 4),
         ([ZERO2, BLOCKS], ["strategy.name=zero1", BLOCKS], 2),
+        ([ZERO2, BLOCKS], [ZERO2, BLOCKS, f"{LAID}.parameter_alignment=false"], 2),
     ],
-    ids=["ddp-single", "zero2-zero1", "zero2-offload", "zero3-offload", "fsdp-reshard", "fsdp_full-reshard", "8bit"],
+    ids=[
+        "ddp-single",
+        "zero2-zero1",
+        "zero2-offload",
+        "zero3-offload",
+        "fsdp-reshard",
+        "fsdp_full-reshard",
+        "8bit",
+        "said",
+    ],
 )
 def test_checkpoint_that_its_engine_reads_itself(place: Path, saved: list[str], now: list[str], processes: int) -> None:
-    folder, recipe = write_checkpoint(place, 3, *saved), recipe_of(*now).recipe
-    checkpoint.check_readable(folder, recipe, processes)
-    assert checkpoint.conversion(folder, recipe, processes) == ""
+    folder, loaded = write_checkpoint(place, 3, *saved), recipe_of(*now)
+    checkpoint.check_readable(folder, loaded, processes)
+    assert checkpoint.conversion(folder, loaded, processes) == ""
 
 
 @pytest.mark.parametrize(
@@ -124,15 +136,27 @@ def test_checkpoint_that_its_engine_reads_itself(place: Path, saved: list[str], 
         (FSDP, FSDP_FULL, 2, "for strategy.name=fsdp strategy.state_dict_type=full on 2 processes"),
         ([ZERO2, OFFLOADS], ["strategy=ddp"], 2, "zero2 strategy.offload_optimizer=cpu on 2 processes: its state"),
         (FSDP, [*FSDP_FULL, "optimizer.name=sgd"], 2, "divided anew"),
+        ([ZERO3, f"{LAID}.sub_group_size=9"], [ZERO3], 2, "sub_group_size=9 on 2 processes: its state is divided anew"),
+        ([ZERO2], [ZERO2, f"{LAID}.parameter_alignment=true"], 2, "parameter_alignment=true on 2 processes"),
     ],
 )
 def test_checkpoint_that_is_divided_anew(
     place: Path, saved: list[str], now: list[str], processes: int, said: str
 ) -> None:
-    folder, recipe = write_checkpoint(place, 3, *saved), recipe_of(*now).recipe
-    checkpoint.check_readable(folder, recipe, processes)
-    conversion = checkpoint.conversion(folder, recipe, processes)
+    folder, loaded = write_checkpoint(place, 3, *saved), recipe_of(*now)
+    checkpoint.check_readable(folder, loaded, processes)
+    conversion = checkpoint.conversion(folder, loaded, processes)
     assert conversion.startswith("checkpoint-3 was saved by strategy.name=") and said in conversion
+
+
+def test_what_a_launchers_file_lays_out_otherwise_is_divided_anew(place: Path) -> None:
+    """Of settings that are taken over the recipe says nothing."""
+    folder = write_checkpoint(place, 3, ZERO3)
+    for size, anew in ((3000, True), (1e9, False)):
+        taken_over = {"zero_optimization.sub_group_size": size}
+        loaded = dataclasses.replace(recipe_of(ZERO3), taken_over=taken_over)
+        assert bool(checkpoint.conversion(folder, loaded, 2)) == anew
+        assert checkpoint.record(3, loaded, 2, {}).get("sub_group_size") == (size if anew else None)
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,10 @@ def test_identity_is_what_moves_the_weights() -> None:
     same = ["logging.every_steps=5", "output.dir=elsewhere", "evaluation.num_prompts=0", "checkpoint.save_steps=3"]
     same += ["batch.micro_batch_size=2", "activation_checkpointing.mode=full"]
     assert recipe_hash(small(*same).recipe) == recipe_hash(small().recipe)
-    same = ["extra.deepspeed.dump_state=true"]
+    same = ["extra.deepspeed.dump_state=true", "extra.training_arguments.ddp_timeout=60"]
     assert recipe_hash(small(*same).recipe) == recipe_hash(small().recipe)
+    noise = ["extra.training_arguments.neftune_noise_alpha=5"]
+    assert recipe_hash(small(*same, *noise).recipe) == recipe_hash(small(*noise).recipe)
     for other in ("extra.lora.bias=all", "extra.training_arguments.neftune_noise_alpha=5"):
         assert recipe_hash(small(other).recipe) != recipe_hash(small().recipe)
     for other in ("seed=1", "batch.seq_len=100", "data.sources=[b.jsonl]", "optimizer.beta2=0.95", "precision=fp32"):
@@ -266,7 +268,7 @@ def stopped(*overrides: str, step: int = 3, hashes: dict[str, str] = HASHES) -> 
     saved = folder.checkpoints / f"checkpoint-{step}"
     saved.mkdir(parents=True)
     (saved / "weights").write_text("content")
-    seal(saved, checkpoint.record(step, small(*overrides).recipe, 2, {}))
+    seal(saved, checkpoint.record(step, small(*overrides), 2, {}))
     return saved
 
 
@@ -374,7 +376,7 @@ def test_folder_of_another_recipe_is_refused_with_the_keys_that_move_weights(pla
         claim(small("seed=1", "schedule.max_steps=5", "description=other"), 2)
     assert "differs in schedule.max_steps (None there, 5 here), seed (42 there, 1 here)" in refused.value.what
     assert "description" not in refused.value.what
-    many = [f"extra.training_arguments.{key}=1" for key in ("neftune_noise_alpha", "ignore_data_skip")]
+    many = [f"extra.training_arguments.{key}=1" for key in ("neftune_noise_alpha", "router_aux_loss_coef")]
     with pytest.raises(UserError) as refused:
         claim(small("seed=1", "optimizer={beta1: 0.5, beta2: 0.5, weight_decay: 0.5}", "seq_len=8", *many), 2)
     assert refused.value.what.count(" there, ") == 5, "no more than can be read"

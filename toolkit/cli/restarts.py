@@ -167,7 +167,7 @@ def _with_gpus_left(
         try:
             launch.check(loaded.recipe, smaller, recipes)
             if checkpoint and loaded.recipe.knows_engine:
-                check_readable(checkpoint, loaded.recipe, number)
+                check_readable(checkpoint, loaded, number)
             return smaller, f", on {number} of {cluster.gpus} GPUs"
         except UserError as error:
             if number == len(left):

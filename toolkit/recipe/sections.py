@@ -337,4 +337,4 @@ class Extra(Section):
     lora: dict[ArgumentName, Any] = {}
     """For PEFT's LoraConfig, e.g. `{bias: all}`."""
     deepspeed: dict[ArgumentName, Any] = {}
-    """For DeepSpeed's configuration, e.g. `{zero_optimization: {round_robin_gradients: true}}`."""
+    """For DeepSpeed's configuration, e.g. `{zero_optimization: {parameter_alignment: true}}`."""

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.common import UserError
 from toolkit.models.parts import whole_shape
 from toolkit.models.pipeline import chain
-from toolkit.recipe import Recipe
+from toolkit.recipe import Loaded, Recipe
 from toolkit.recipe.libraries import flat
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.seal import fault, read_seal
@@ -57,15 +57,16 @@ def check_fits(checkpoint: Path | None, model: Mapping[str, Any]) -> None:
         )
 
 
-def record(step: int, recipe: Recipe, world_size: int, model: Mapping[str, Any]) -> dict[str, Any]:
+def record(step: int, loaded: Loaded, world_size: int, model: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint is sealed with, beside its files.
 
     Args:
         model: What `trained` says of it.
     """
+    recipe = loaded.recipe
     state = {"method": recipe.method.name, "optimizer": recipe.optimizer.model_dump(include=_IN_STATE)}
     state["kept_by"] = recipe.optimizer.model_dump(include={"name", "args"})
-    return {"step": step, **model, **state, **writer(recipe, world_size)}
+    return {"step": step, **model, **state, **writer(loaded, world_size)}
 
 
 def rotate(folder: Path, step: int, limit: int | None) -> None:
@@ -81,21 +82,24 @@ def rotate(folder: Path, step: int, limit: int | None) -> None:
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-_LAID_OUT_BY = ("sub_group_size", "round_robin_gradients")
-"""Settings of `extra.deepspeed` by which ZeRO lays parameters end to end: read as laid out otherwise, they are others'
-numbers."""
+_LAID_OUT_BY = {"parameter_alignment": False, "sub_group_size": 10**9}
+"""DeepSpeed's settings by which ZeRO lays parameters end to end, and what they are unless a recipe or a launcher's file
+says otherwise. The first is of stages 1 and 2, the other of 3. Read as laid out otherwise, numbers are others'."""
 
 
-def writer(recipe: Recipe, world_size: int) -> dict[str, Any]:
+def writer(loaded: Loaded, world_size: int) -> dict[str, Any]:
     """Who writes the checkpoints of a run: settings of the strategy that decide their form, and processes."""
+    recipe = loaded.recipe
     strategy = recipe.strategy
     written_by: dict[str, Any] = {"strategy": strategy.name}
     if strategy.name == "fsdp":
         written_by["state_dict_type"] = strategy.state_dict_type
     if strategy.zero_stage:
         written_by["offload_optimizer"] = strategy.offload_optimizer
-        passed = flat(recipe.extra.deepspeed)
-        written_by |= {name: passed[key] for name in _LAID_OUT_BY if (key := f"zero_optimization.{name}") in passed}
+        passed = flat(recipe.extra.deepspeed) | dict(loaded.taken_over)
+        name = "sub_group_size" if strategy.zero_stage == 3 else "parameter_alignment"
+        value = passed.get(f"zero_optimization.{name}", _LAID_OUT_BY[name])
+        written_by |= {name: value} if value != _LAID_OUT_BY[name] else {}
     if recipe.parallel.tensor > 1:
         written_by["tensor"] = recipe.parallel.tensor
     if recipe.parallel.expert > 1:
@@ -166,25 +170,18 @@ def _named(name: str, args: Mapping[str, Any]) -> str:
     return f"optimizer.name={name} {said}".rstrip()
 
 
-def converts(checkpoint: Path, recipe: Recipe, world_size: int) -> bool:
-    """Whether the launched strategy and processes divide what a checkpoint holds otherwise than it is divided there."""
-    return not _reads(writer(recipe, world_size), read_seal(checkpoint))
-
-
-def check_readable(checkpoint: Path, recipe: Recipe, world_size: int) -> None:
+def check_readable(checkpoint: Path, loaded: Loaded, world_size: int) -> None:
     """Refuses a checkpoint that the launched strategy and processes can neither read as it is nor divide anew.
 
     Raises:
         UserError: Naming who wrote it, who would read it, and why that cannot be.
     """
-    saved, now = read_seal(checkpoint), writer(recipe, world_size)
+    saved, now, recipe = read_seal(checkpoint), writer(loaded, world_size), loaded.recipe
     if _form(saved) == _form(now):
         return
     reason = ""
     if "nvme" in (saved.get("offload_optimizer"), now.get("offload_optimizer"), recipe.strategy.offload_param):
         reason = "what lies on NVMe drives is read where it was written"
-    elif saved.get("round_robin_gradients") or now.get("round_robin_gradients"):
-        reason = "DeepSpeed does not tell in which order round_robin_gradients lays parameters"
     elif not divides_anew(recipe):
         reason = f"optimizer.name={recipe.optimizer.traits.name} keeps what cannot be divided otherwise than it was"
     if reason:
@@ -199,10 +196,10 @@ def divides_anew(recipe: Recipe) -> bool:
     return recipe.optimizer.traits.divisible and recipe.optimizer.args.get("optim_bits") != 8
 
 
-def conversion(checkpoint: Path, recipe: Recipe, world_size: int) -> str:
+def conversion(checkpoint: Path, loaded: Loaded, world_size: int) -> str:
     """What is said of a checkpoint whose state the launched strategy and processes divide anew; empty where they read
     it as it is."""
-    saved, now = read_seal(checkpoint), writer(recipe, world_size)
+    saved, now = read_seal(checkpoint), writer(loaded, world_size)
     if _reads(now, saved):
         return ""
     return f"{checkpoint.name} was saved by {_described(saved)}: its state is divided anew for {_described(now)}"
@@ -248,7 +245,7 @@ def _described(writer: Mapping[str, Any]) -> str:
     for key in ("tensor", "expert", "pipeline"):
         settings += f" parallel.{key}={writer[key]}" if key in writer else ""
     for name in _LAID_OUT_BY:
-        settings += f" extra.deepspeed.zero_optimization.{name}={writer[name]}" if name in writer else ""
+        settings += f" extra.deepspeed.zero_optimization.{name}={json.dumps(writer[name])}" if name in writer else ""
     number = writer["world_size"]
     return f"{settings} on {number} process" + ("es" if number > 1 else "")
 

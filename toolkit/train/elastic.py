@@ -26,7 +26,7 @@ from toolkit.models.adapted_layers import saved_names
 from toolkit.models.layer_sums import dividing
 from toolkit.models.parts import is_part, part_of, whole_shape
 from toolkit.models.pipeline import chain, draw_apart
-from toolkit.train.saved_state import MASTER, SavedState, equal_parts
+from toolkit.train.saved_state import MASTER, OVERFLOWS, SavedState, equal_parts
 from toolkit.train.stage_files import whole_groups
 from toolkit.train.swapped_state import restore_swapped
 
@@ -61,6 +61,7 @@ class Continues:
         elif resume_from and self.is_deepspeed_enabled:  # type: ignore[attr-defined]
             engine = self.model_wrapped  # type: ignore[attr-defined]
             restore_swapped(engine.optimizer, Path(resume_from), engine.global_rank)
+            scale_as_stated(engine)
         if resume_from:
             follow(self.lr_scheduler)  # type: ignore[attr-defined]
         return prepared
@@ -87,6 +88,21 @@ class Continues:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif checkpoint and (own := chain()):
             draw_apart(own)
+
+
+def scale_as_stated(engine: Any) -> None:
+    """Has DeepSpeed scale losses of fp16 by the settings that it has now, from the scale on that was saved. It would
+    take over those of the checkpoint: another scale or window were without effect."""
+    if not engine.fp16_enabled():
+        return
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+    optimizer = engine.optimizer
+    saved, dynamic = optimizer.loss_scaler, engine.dynamic_loss_scale()
+    stated = CreateLossScaler(torch.float16, engine.loss_scale(), dynamic, engine.dynamic_loss_scale_args())
+    if dynamic and saved.dynamic:
+        vars(stated).update({name: getattr(saved, name) for name in ("cur_scale", *OVERFLOWS)})
+    optimizer.loss_scaler, optimizer.dynamic_loss_scale = stated, stated.dynamic
 
 
 @torch.no_grad()

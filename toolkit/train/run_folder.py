@@ -59,6 +59,9 @@ _WITHOUT_EFFECT = {
     "faults",
 }
 """Sections and keys that may change when a run is continued, because they do not move the weights."""
+_ARGUMENTS = "extra.training_arguments"
+_ARGUMENTS_WITH_EFFECT = {f"{_ARGUMENTS}.{key}" for key in ("neftune_noise_alpha", "router_aux_loss_coef")}
+"""Of these alone; the others change time and memory, or how long processes wait for each other."""
 _EVALUATIONS = tuple(f"evaluation.{key}" for key in ("every_steps", "num_beams", "max_new_tokens"))
 _CHOOSE = {
     "checkpoint.keep_best": _EVALUATIONS,
@@ -167,7 +170,7 @@ class RunFolder:
             versions={"python": platform.python_version(), **versions()},
             git=_git(),
             hardware=_hardware(),
-            saved_by=checkpoint.writer(loaded.recipe, layout.world_size),
+            saved_by=checkpoint.writer(loaded, layout.world_size),
             chosen=dict(loaded.chosen),
             taken_over=dict(loaded.taken_over),
             extra=loaded.extra,
@@ -211,6 +214,10 @@ def _with_effect(values: dict[str, Any]) -> dict[str, Any]:
     if "rollout.server" in values:
         # Where one stands moves nothing; that one draws the answers does.
         values = {**values, "rollout.server": values["rollout.server"] is not None}
+    passed = {path for path in values if path.startswith(f"{_ARGUMENTS}.")}
+    if passed:
+        kept = {path: value for path, value in values.items() if path not in passed - _ARGUMENTS_WITH_EFFECT}
+        values = kept if passed & _ARGUMENTS_WITH_EFFECT else {**kept, _ARGUMENTS: {}}
     without = [path for path in values if any(f"{path}.".startswith(f"{key}.") for key in _WITHOUT_EFFECT)]
     return {path: value for path, value in values.items() if path in chosen_by or path not in without}
 
@@ -279,7 +286,7 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
             "restore it, or train again beside it with checkpoint.resume=never",
         )
     if start := named or newest:
-        checkpoint.check_readable(start, loaded.recipe, world_size)
+        checkpoint.check_readable(start, loaded, world_size)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

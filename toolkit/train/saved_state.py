@@ -31,7 +31,8 @@ PARTS = "parts.json"
 """File of a checkpoint of ZeRO's that says how layers were divided, see `divided.divisions`."""
 MASTER = "master"
 """The kind of state that is the parameter itself, in the precision in which it is updated."""
-_OVERFLOWS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
+OVERFLOWS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What DeepSpeed counts of fp16, by which it says when the scale of losses falls or rises."""
 _Range = tuple[int, int, Callable[[], Any]]
 _Ranges = dict[str, dict[str, list[_Range]]]
 
@@ -176,7 +177,7 @@ class SavedState:
                 if saved.get("dynamic_loss_scale"):
                     scaler = saved["loss_scaler"]
                     self.loss_scale = float(scaler.cur_scale)
-                    self.overflows = {name: getattr(scaler, name) for name in _OVERFLOWS}
+                    self.overflows = {name: getattr(scaler, name) for name in OVERFLOWS}
         self._groups = [(set().union(*(numbered[number] for number in each["params"])), each) for each in settings]
         return ranges
 

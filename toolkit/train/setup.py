@@ -170,7 +170,8 @@ def _trainer(decided: Decided, arguments: TrainingArguments, trained: TrainedMod
         )
     if layout.sharing > 1:
         score_parts(trainer, recipe.parallel.shares_by)
-    trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), decided.fast)
+    model = checkpoint.trained(trainer.model)
+    trainer.saves = Saves(folder.checkpoints, decided.loaded, world.world_size, model, decided.fast)
     for parameter, value in masters:
         parameter.data = value.to(parameter.device)
     # Compiled layers make their copies themselves, in one kernel with what reads them where they can.

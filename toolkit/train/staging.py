@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType, gather_object
 from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit.common import UserError, in_background
-from toolkit.recipe import Recipe
+from toolkit.recipe import Loaded
 from toolkit.train import fast_folder
 from toolkit.train.checkpoint import record
 from toolkit.train.fast_folder import FastFolder
@@ -52,9 +52,9 @@ class Saves:
     """
 
     def __init__(
-        self, folder: Path, recipe: Recipe, world_size: int, model: Mapping[str, Any], fast: FastFolder | None = None
+        self, folder: Path, loaded: Loaded, world_size: int, model: Mapping[str, Any], fast: FastFolder | None = None
     ) -> None:
-        self.folder, self._recipe, self._world_size, self.model = folder, recipe, world_size, model
+        self.folder, self._loaded, self._world_size, self.model = folder, loaded, world_size, model
         self.fast, self.place = fast, folder.parent
         self._written = fast.place if fast else aside(folder)
         self._behind: Future[None] | None = None
@@ -112,7 +112,7 @@ class Saves:
             return
         accelerator.wait_for_everyone()
         if accelerator.is_main_process or (self.fast and self.fast.leads):
-            values, leads = record(step, self._recipe, self._world_size, self.model), accelerator.is_main_process
+            values, leads = record(step, self._loaded, self._world_size, self.model), accelerator.is_main_process
             self._behind = in_background(lambda: self._complete(values, leads))
 
     def _complete(self, values: Mapping[str, Any], leads: bool) -> None:
@@ -121,7 +121,7 @@ class Saves:
         if self.fast:
             self.fast.send(values)
         if leads:
-            complete(self.folder, values, self._recipe.checkpoint.save_total_limit)
+            complete(self.folder, values, self._loaded.recipe.checkpoint.save_total_limit)
         if self.fast:
             self.fast.clear()
 

@@ -145,7 +145,7 @@ def _train(
                     "moments and random numbers are what training goes on from; code in it is not run. Steps 1 "
                     f"to {step_of(resume_from):,} count as taken, and this recipe's rows for them as trained on."
                 )
-            if resume_from and (said := conversion(resume_from, recipe, world.world_size)):
+            if resume_from and (said := conversion(resume_from, loaded, world.world_size)):
                 session.trainer.converts = True
                 progress.message(said)
             with only_data(resume_from), _not_collected():

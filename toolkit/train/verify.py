@@ -27,6 +27,7 @@ from toolkit.models.load import ModelSource
 from toolkit.models.pipeline import chain
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import Recipe
+from toolkit.train import leaf_modules
 from toolkit.train.distillation import check_heads
 from toolkit.train.evaluate import evaluating
 from toolkit.train.heads import check_padding
@@ -53,6 +54,7 @@ class Verify(TrainerCallback):
         if self._session.recipe.distills:
             check_heads(self._session, _first_rows(self._session))
         self._check()
+        leaf_modules.watch(self._session.trainer.model)
         packs = self._session.recipe.data.packing or self._session.attention in attention.VARLEN
         if packs and not self._session.recipe.headed:
             check_isolation(self._session)

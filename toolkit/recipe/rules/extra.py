@@ -102,21 +102,45 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
             "runtime_config",
         ),
     },
-    "deepspeed": {"losses, checkpoints and plans rest on what the toolkit says there": ("*",)},
+    "deepspeed": {
+        "DeepSpeed then gives out what it holds of a parameter as that of another, and adapters would be saved so": (
+            "zero_optimization.round_robin_gradients",
+        ),
+        "DeepSpeed then loses gradients, and does not read back its checkpoints; leaf_module.classes names modules": (
+            "zero_optimization.stage3_module_granularity_threshold",
+        ),
+        "losses, checkpoints and plans rest on what the toolkit says there": ("*",),
+    },
 }
 """Why all other settings are refused."""
 
 
 _ARGUMENTS = "training_arguments"
 _WORKERS = ("dataloader_prefetch_factor", "dataloader_persistent_workers")
-_OF_STAGE_3 = ("*.stage3_*", "*.leaf_module.*", "*.zero_hpz_partition_size")
+_OF_STAGE_3 = ("*.stage3_*", "*.leaf_module.*", "*.zero_hpz_partition_size", "*.sub_group_size")
+_OF_STAGES_1_AND_2 = ("*.parameter_alignment", "*.use_multi_rank_bucket_allreduce")
+
+
+def _has_engine_of_bf16(recipe: Recipe) -> bool:
+    """Whether DeepSpeed's stage 1 is the one that it has for weights in bf16 whose gradients are summed in fp32."""
+    strategy = recipe.strategy
+    on_device = strategy.zero_stage == 1 and strategy.offload_optimizer == "none"
+    return on_device and recipe.engine_precision == "bf16" and strategy.reduce_dtype in ("auto", "fp32")
+
+
 _READ_BY: tuple[tuple[str, tuple[str, ...], Callable[[Recipe], object], str], ...] = (
     ("lora", ("*",), lambda r: r.method.name == "lora", "method.name=lora"),
     ("lora", ("layers_pattern",), lambda r: r.method.layers_to_transform, "method.layers_to_transform=[0]"),
     ("deepspeed", ("*",), lambda r: r.strategy.zero_stage, "strategy.name=zero1, zero2 or zero3"),
     ("deepspeed", ("fp16.*",), lambda r: r.precision == "fp16", "precision=fp16"),
-    ("deepspeed", ("bf16.*",), lambda r: "bf16" in r.engine_precision, "precision=bf16"),
+    ("deepspeed", ("bf16.*",), _has_engine_of_bf16, "strategy.name=zero1 and precision=bf16"),
     ("deepspeed", _OF_STAGE_3, lambda r: r.strategy.zero_stage == 3, "strategy.name=zero3"),
+    (
+        "deepspeed",
+        _OF_STAGES_1_AND_2,
+        lambda r: r.strategy.zero_stage in (1, 2) and not _has_engine_of_bf16(r),
+        "strategy.name=zero2",
+    ),
     (
         "deepspeed",
         ("*.offload_optimizer.*",),
