@@ -93,6 +93,13 @@ def test_misspelt_commands_and_options_are_told_what_they_may_mean(
     assert ended.value.code == 2 and said in told and told.count("did you mean") == said.count("did you mean")
 
 
+@pytest.mark.parametrize(("typed", "missing"), [("push runs/x", "OWNER/NAME"), ("export", "run"), ("evaluate", "run")])
+def test_only_what_is_required_is_said_to_be(typed: str, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(typed.split())
+    assert capsys.readouterr().err.endswith(f"the following arguments are required: {missing}\n")
+
+
 def test_from_an_empty_folder_to_a_recipe_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init"]) == 0
     assert json.loads(Path("recipes/schema.json").read_text()) == json_schema()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 
 import pytest
@@ -119,3 +120,14 @@ def test_each_key_has_its_values_default_and_meaning() -> None:
             # The default of a key with many choices stands on a line of its own.
             meaning = next(line for line in lines[at + 1 :] if line.startswith("      "))
             assert len(meaning.strip()) > 10
+
+
+def test_meanings_are_whole_sentences_also_for_keys_within_keys() -> None:
+    text = keys_text()
+    meanings = re.findall(r"(?:^      .*\n)+", text, re.M)
+    assert len(meanings) > 200
+    assert [meaning for meaning in meanings if meaning.count("(") != meaning.count(")")] == []
+    assert [meaning for meaning in meanings if not meaning.endswith(".\n") or meaning.endswith("et al.\n")] == []
+    for key in ("rewards.regex.pattern", "rewards.format.tags", "distillation.teacher.offload", "weight"):
+        assert f"\n  {key}: " in text
+    assert "seed: whole number, at least 0, below 4294967296 (42)" in text

@@ -129,6 +129,29 @@ def test_rule_refuses_and_its_fix_is_valid(rule: str, breaks: list[str], fix: li
     assert any(key in matching[0] for key in keys)
 
 
+def test_whatever_a_message_offers_ends_what_it_is_about() -> None:
+    """Each of several changes by itself, where it is settings or keys to remove and nothing more."""
+    one = r"(?:set )?(?P<set>[a-z_.]+=[^ ,]+)|remove (?P<remove>(?!them)[a-z_.]+)"
+    taken, left = 0, []
+    for rule, breaks, _ in CASES:
+        try:
+            [problem] = load_checked("mine", breaks).warnings
+        except RecipeError as error:
+            [problem] = error.problems
+        for offer in re.split(r",? or |; ", problem.hint):
+            changes = [re.fullmatch(one, change) for change in offer.removesuffix(" too").split(" and ")]
+            if "…" in offer or not all(changes):
+                continue
+            keys = [
+                found["set"] or f"~{problem.path if found['remove'] == 'it' else found['remove']}" for found in changes
+            ]
+            reason = str(problem).partition("\n")[0]
+            taken += 1
+            left += [(rule, keys) for text in broken_by((*breaks, *keys)) if text.startswith(reason)]
+    assert not left, left
+    assert taken > 300
+
+
 def test_every_rule_has_a_case_and_names_are_unique() -> None:
     tables = (INPUT_RULES, METHOD_RULES, TRAINING_RULES, STRATEGY_RULES, PARALLEL_RULES, EXPERT_RULES)
     tables += (PIPELINE_RULES, PREFERENCE_RULES, REINFORCEMENT_RULES, DISTILLATION_RULES, HEAD_RULES, EMBEDDING_RULES)

@@ -232,12 +232,16 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("schedule-constant-warmup", "schedule.warmup_steps=1 ", [], each("schedule.name", "constant_with_warmup cosine")),
     *(
         (
-            "schedule-min-lr",
+            rule,
             f"schedule.name={name} ",
-            ["", "schedule.args='{min_lr: 0.1, min_lr_rate: 0.1}'"],
-            [*("schedule.args='{min_lr: 0.1}'", "schedule.args='{min_lr_rate: 0.1}'")],
+            breaks,
+            ["schedule.args='{min_lr: 0.1}'", "schedule.args='{min_lr_rate: 0.1}'"],
         )
         for name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+        for rule, breaks in (
+            ("schedule-min-lr", [""]),
+            ("schedule-min-lr-twice", ["schedule.args='{min_lr: 0.1, min_lr_rate: 0.1}'"]),
+        )
     ),
     ("schedule-min-lr", "", [], each("schedule.name", "cosine linear warmup_stable_decay")),
     ("schedule-decay-steps", STABLE, [""], ["schedule.args='{num_decay_steps: 5}'"]),

@@ -230,7 +230,7 @@ CASES = [
     ("schedule-min-lr", ["schedule=cosine_with_min_lr"], ["schedule.args.min_lr_rate=0.1"]),
     ("schedule-min-lr", ["schedule=cosine_warmup_with_min_lr"], ["schedule.args.min_lr=1e-6"]),
     (
-        "schedule-min-lr",
+        "schedule-min-lr-twice",
         ["schedule=cosine_with_min_lr", "schedule.args={min_lr: 1e-6, min_lr_rate: 0.1}"],
         ["~schedule.args.min_lr"],
     ),

@@ -18,7 +18,7 @@ from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, pr
 from toolkit.files import as_json, write_new
 from toolkit.hub_cache import use_own
 
-_RECIPE = option("arguments", "recipe=NAME key=value", None, nargs="*")
+_RECIPE = option("arguments", "recipe=NAME key=value", None, nargs="*", default=[])
 _FOLDER = option("--recipes", "DIR", "the folder of your recipes (default: ./recipes)")
 # Options of `launch` that only a batch script has.
 _SLURM = (

@@ -55,7 +55,9 @@ def compare(options: argparse.Namespace) -> None:
         print(f"wrote {options.html}", file=sys.stderr)
 
 
-@command(_RUN, option("arguments", "key=value", "rows=64, metrics=…, tasks=…, …: docs/evaluate.md", nargs="*"))
+@command(
+    _RUN, option("arguments", "key=value", "rows=64, metrics=…, tasks=…, …: docs/evaluate.md", nargs="*", default=[])
+)
 def evaluate(options: argparse.Namespace) -> None:
     """Score a run's answers to held-out rows, or benchmarks, against the base model's."""
     from toolkit.cli.evaluate import Questions, evaluate, keep
@@ -142,7 +144,11 @@ class Export(Keys):
 @command(
     _RUN,
     option(
-        "arguments", "key=value", "format=int8, fp8, nf4, int4, gguf or gguf_q8_0, output=DIR: docs/use.md", nargs="*"
+        "arguments",
+        "key=value",
+        "format=int8, fp8, nf4, int4, gguf or gguf_q8_0, output=DIR: docs/use.md",
+        nargs="*",
+        default=[],
     ),
 )
 def export(options: argparse.Namespace) -> None:
@@ -182,7 +188,9 @@ class Push(Keys):
 @command(
     _RUN,
     option("repository", "OWNER/NAME", "on the Hugging Face Hub; it is made, private, if there is none"),
-    option("arguments", "key=value", "license=apache-2.0, public=true, branch=NAME: docs/use.md", nargs="*"),
+    option(
+        "arguments", "key=value", "license=apache-2.0, public=true, branch=NAME: docs/use.md", nargs="*", default=[]
+    ),
 )
 def push(options: argparse.Namespace) -> None:
     """Publish a run's model on the Hub, once its card and licence are in order."""

@@ -68,5 +68,5 @@ def _typed(value: Any) -> str:
         return f"[{', '.join(map(_typed, value))}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_typed(each)}' for key, each in value.items())}}}"
-    is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./:+*@?%-]+", value)
+    is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./:+*@?%…-]+", value)
     return inline(value) if is_plain else f"'{value}'"

@@ -28,6 +28,7 @@ from toolkit.recipe.schema import Recipe, sections
 _ANNOTATIONS = ("title", "description", "default")
 _KINDS = {"integer": "whole number", "string": "text", "boolean": "true or false", "object": "mapping"}
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+_SENTENCE_END = re.compile(r"(?<=[.])(?<!e[.]g[.])(?<! et al[.]) ")
 
 
 def description(file: Path) -> str:
@@ -157,13 +158,18 @@ def keys_text() -> str:
     def add(fields: Mapping[str, dict[str, Any]], prefix: str) -> None:
         for key, field in fields.items():
             default = as_text(field["default"]) if "default" in field else "required"
-            first = re.split(r"(?<!e[.]g[.])(?<=[.]) ", _plain(field["description"]))[0]
+            first = _SENTENCE_END.split(_plain(field["description"]))[0]
             for text, indent in ((f"{prefix}{key}: {_values(field)} ({default})", 2), (first, 6)):
                 lines.append(textwrap.indent(textwrap.fill(text.replace("`", ""), 78 - indent), " " * indent))
 
     add({key: field for key, field in schema["properties"].items() if key not in sections()}, "")
     for name, section in sections().items():
-        add(schema["$defs"][section.__name__]["properties"], f"{name}.")
+        definition = schema["$defs"][section.__name__]
+        add(definition["properties"], f"{name}.")
+        for key, nested in _nested(definition, schema):
+            add(nested["properties"], f"{name}.{key}.")
+    lines += ["", "keys of a source, in data.sources and data.eval_sources"]
+    add(schema["$defs"]["Source"]["properties"], "")
     return "\n".join(lines) + "\n"
 
 
@@ -185,7 +191,7 @@ def _values(schema: Mapping[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     kind = f"list of {_values(schema['items'])}" if "items" in schema else _KINDS.get(schema["type"], schema["type"])
-    bounds = [f"{word} {schema[key]:g}" for key, word in _BOUNDS.items() if key in schema]
+    bounds = [f"{word} {schema[key]:.16g}" for key, word in _BOUNDS.items() if key in schema]
     bounds += ["not empty"] if "minItems" in schema else []
     return ", ".join([kind, *bounds])
 

@@ -44,7 +44,7 @@ def _own(path: str, broken: Callable[[Recipe], object], why: str, change: str) -
         path,
         lambda r, _: r.on_policy and bool(broken(r)),
         f"{why}, and with distillation.on_policy the student writes answers",
-        f"{change}, or set distillation.on_policy=0",
+        change if path.startswith("rollout.") else f"{change}, or set distillation.on_policy=0",
     )
 
 

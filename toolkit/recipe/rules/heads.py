@@ -83,7 +83,7 @@ HEAD_RULES = {
             f"parallel.{way}",
             lambda r, way=way: getattr(r.parallel, way) > 1 and (not r.prefers or way in ("tensor", "expert")),  # type: ignore[misc]
             "objective {r.objective} has not been compared with work divided that way",
-            f"remove parallel.{way}, or set strategy.name=zero3 or fsdp to divide the model",
+            f"remove parallel.{way}: strategy.name=zero3 and fsdp shard larger models",
         )
         for way in ("sequence", "context", "tensor", "expert", "pipeline")
     },

@@ -21,7 +21,11 @@ def _set(section: str) -> Callable[[Recipe], Iterable[str]]:
 
 def _unasked(section: str) -> Rule:
     """A section that other objectives do not read."""
-    others = ", or distillation.on_policy=1 for a student's own answers" if section == "rollout" else ""
+    others = (
+        ", or objective=distillation and distillation.on_policy=1 for a student's own answers"
+        if section == "rollout"
+        else ""
+    )
     return Rule(
         section,
         lambda r, _: not (r.writes if section == "rollout" else r.reinforces) and getattr(r, section).changed(),

@@ -134,7 +134,7 @@ RESULT_RULES = {
         "evaluation.num_beams",
         lambda r, _: r.evaluation.num_beams > 1 and not r.evaluation.generation_metrics,
         "beams are used for generation metrics only",
-        "set evaluation.generation_metrics=true, or remove evaluation.num_beams",
+        "remove evaluation.num_beams, or, for objective seq2seq, set evaluation.generation_metrics=true",
     ),
     "prompts-left-out": Rule(
         "evaluation.num_prompts",

@@ -136,13 +136,13 @@ TRAINING_RULES = {
         "optimizer.args",
         lambda r, _: _nesterov_in_vain(r),
         "Nesterov's step needs momentum, and takes no dampening",
-        "set optimizer.momentum=0.9 and no dampening, or remove nesterov",
+        "set optimizer.momentum=0.9 and no dampening, or remove optimizer.args.nesterov",
     ),
     "optimizer-fused-foreach": Rule(
         "optimizer.args",
         lambda r, _: _fused_and_foreach(r),
         "a step is made either by one fused kernel or by operations on many tensors (foreach)",
-        "set fused=false too, or remove foreach",
+        "set optimizer.args.fused=false too, or remove optimizer.args.foreach",
     ),
     "optimizer-no-decay": Rule(
         "optimizer.weight_decay",
@@ -280,12 +280,15 @@ TRAINING_RULES = {
     ),
     "schedule-min-lr": Rule(
         "schedule.args",
-        lambda r, _: (
-            r.schedule.name.endswith("with_min_lr") and len({"min_lr", "min_lr_rate"} & set(r.schedule.args)) != 1
-        ),
-        "schedule {r.schedule.name} needs its lowest learning rate, once: "
-        "min_lr, or min_lr_rate as a share of the peak",
+        lambda r, _: r.schedule.name.endswith("with_min_lr") and not {"min_lr", "min_lr_rate"} & set(r.schedule.args),
+        "schedule {r.schedule.name} needs its lowest learning rate: min_lr, or min_lr_rate as a share of the peak",
         "set schedule.args.min_lr_rate=0.1",
+    ),
+    "schedule-min-lr-twice": Rule(
+        "schedule.args",
+        lambda r, _: r.schedule.name.endswith("with_min_lr") and {"min_lr", "min_lr_rate"} <= set(r.schedule.args),
+        "min_lr and min_lr_rate both say the lowest learning rate, one as it is and one as a share of the peak",
+        "remove schedule.args.min_lr or schedule.args.min_lr_rate",
     ),
     "schedule-decay-steps": Rule(
         "schedule.args",

@@ -138,7 +138,7 @@ UNUSUAL_RULES = {
         "activation_checkpointing.every_n_layers",
         lambda r, c: r.activation_checkpointing.every_n_layers > (model_configs.num_layers(c) or math.inf),
         "the model has {num_layers} layers, so one of them at most is recomputed",
-        "set activation_checkpointing.every_n_layers=2, or mode=none",
+        "set activation_checkpointing.every_n_layers=2, or remove it and set mode=none",
         warns=True,
     ),
     "epsilon-high": Rule(
