@@ -147,13 +147,16 @@ def test_a_loss_scale_that_is_still_sought_goes_on_falling(ranks: Ranks, home: P
 
 @pytest.mark.parametrize("cell", ["zero2@2", "zero3@2"])
 def test_losses_are_scaled_as_the_continued_run_says(ranks: Ranks, home: Path, cell: str) -> None:
-    """Where what was saved overflows at every step, which is why another scale is set."""
-    scale = "extra.deepspeed.fp16"
-    straight = run(ranks, home, f"scaled-{cell}", cell, "precision=fp16", f"{scale}.initial_scale_power=32")
-    copy = interrupted(straight, f"scaled-otherwise-{cell}")
-    run(ranks, home, copy.name, cell, "precision=fp16", f"{scale}.loss_scale=128")
-    rates = [[row["learning_rate"] for row in metrics(each) if "loss" in row] for each in (straight, copy)]
-    assert not any(rates[0]) and rates[1][3] == 0.0 and all(rates[1][4:])
+    """Where gradients overflowed in every step, which is why another scale is set."""
+    strategy, _, processes = cell.partition("@")
+    name, scale = f"scaled-{cell}", "extra.deepspeed.fp16"
+    arguments = ["recipe=elastic", *STRATEGIES[strategy], "precision=fp16", f"output.name={name}"]
+    done = ranks.run(home, *arguments, f"{scale}.initial_scale_power=32", processes=int(processes), entry=ON_CPU)
+    assert done.returncode == 1 and "none of which updated a weight" in " ".join(done.stderr.split())
+    shutil.rmtree(home / "runs" / name / "checkpoints" / "checkpoint-6")
+    folder = run(ranks, home, name, cell, "precision=fp16", f"{scale}.loss_scale=128")
+    rates = [row["learning_rate"] for row in metrics(folder) if "loss" in row]
+    assert not any(rates[:4]) and len(rates) == 6 and all(rates[4:])
 
 
 @pytest.mark.matrix
