@@ -32,9 +32,9 @@ from tiny import tiny_model
 from toolkit.cli.main import main as toolkit
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
+from toolkit.train.identity import recipe_hash
 from toolkit.train.main import main
 from toolkit.train.policy import FILE, OF_SERVER
-from toolkit.train.run_folder import recipe_hash
 from toolkit.train.served_answers import FOLDER, seed_of
 
 RECIPE = """

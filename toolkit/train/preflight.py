@@ -38,7 +38,8 @@ from toolkit.recipe import Recipe
 from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.precisions import FP8_SCALING
 from toolkit.train import optimizer
-from toolkit.train.run_folder import flat, hash_files, versions
+from toolkit.train.identity import flat
+from toolkit.train.run_folder import hash_files, versions
 
 _log = logging.getLogger("toolkit.train")
 
