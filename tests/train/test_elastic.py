@@ -152,7 +152,8 @@ def test_losses_are_scaled_as_the_continued_run_says(ranks: Ranks, home: Path, c
     name, scale = f"scaled-{cell}", "extra.deepspeed.fp16"
     arguments = ["recipe=elastic", *STRATEGIES[strategy], "precision=fp16", f"output.name={name}"]
     done = ranks.run(home, *arguments, f"{scale}.initial_scale_power=32", processes=int(processes), entry=ON_CPU)
-    assert done.returncode == 1 and "none of which updated a weight" in " ".join(done.stderr.split())
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 1 and "none of which updated a weight" in said and "initial_scale_power=8" in said
     shutil.rmtree(home / "runs" / name / "checkpoints" / "checkpoint-6")
     folder = run(ranks, home, name, cell, "precision=fp16", f"{scale}.loss_scale=128")
     rates = [row["learning_rate"] for row in metrics(folder) if "loss" in row]

@@ -178,7 +178,9 @@ def test_fp16_that_takes_no_step_ends_the_run(
     own = ["precision=fp16", f"extra.deepspeed={{fp16: {{{scale}}}}}", "max_steps=4", f"output.dir={tmp_path}"]
     done = broken_at("1,2,3,4", "zero2", place, ranks, *own)
     assert done.codes == [1, 1], done.stderr[-3000:]
-    assert says in " ".join(done.stderr.split()), done.stderr[-3000:]
+    said = " ".join(done.stderr.split())
+    assert says in said, done.stderr[-3000:]
+    assert ("set extra.deepspeed.fp16.loss_scale below 1024, or to 0" in said) == scale.startswith("loss_scale")
     run = tmp_path / "small"
     assert not (run / "final").exists() and RunFolder(run).manifest().status == "failed"
     assert RunFolder(run).manifest().skipped_steps == list(range(1, last + 1))

@@ -97,7 +97,7 @@ class Overflows(TrainerCallback):
         self._tell()
         if len(self._skipped) == state.global_step and not self._stopped():
             what = f"gradients overflowed in fp16 in all {state.global_step} steps, none of which updated a weight"
-            raise ended(self._session, what)
+            raise ended(self._session, what, _lower_scale(self._session.trainer))
 
     def _tell(self) -> None:
         session, count = self._session, len(self._skipped)
@@ -114,6 +114,18 @@ def _is_least_scale(trainer: Any) -> bool:
         return trainer.accelerator.scaler.get_scale() <= 1
     scaler = trainer.model_wrapped.optimizer.loss_scaler
     return scaler.dynamic and scaler.cur_scale <= scaler.min_scale
+
+
+def _lower_scale(trainer: Any) -> str:
+    """How a scale of the loss is come to that nothing overflows by."""
+    if not trainer.is_deepspeed_enabled:
+        return "train for more steps: the scale of the loss falls with each that overflows"
+    if (scaler := trainer.model_wrapped.optimizer.loss_scaler).dynamic:
+        return (
+            "train for more steps, as the scale of the loss falls with those that overflow, or begin with a lower "
+            "one (extra.deepspeed.fp16.initial_scale_power=8)"
+        )
+    return f"set extra.deepspeed.fp16.loss_scale below {scaler.cur_scale:g}, or to 0, by which one is sought"
 
 
 def check_weights(session: Session, step: int) -> None:
@@ -152,17 +164,21 @@ def _part(parameter: Any, rank: int) -> torch.Tensor:
     return part.to_local() if hasattr(part, "to_local") else part
 
 
-def ended(session: Session, what: str) -> UserError:
-    """What to say of a run whose numbers have ended it."""
+def ended(session: Session, what: str, change: str = "") -> UserError:
+    """What to say of a run whose numbers have ended it.
+
+    Args:
+        change: Where the learning rate and what else scales an update is not what it is about.
+    """
     with contextlib.suppress(Exception):
         session.trainer.saves.settled()  # The newest one may be on its way.
     recipe, (last, _) = session.recipe, newest(session.folder.checkpoints)
-    changes = [f"set optimizer.learning_rate below {recipe.optimizer.learning_rate:g}"]
+    changes = [change or f"set optimizer.learning_rate below {recipe.optimizer.learning_rate:g}"]
     if recipe.precision == "fp16":
         changes.append("precision=bf16 or fp32")
-    if not recipe.optimizer.max_grad_norm and not recipe.optimizer.traits.in_backward:
+    if not (change or recipe.optimizer.max_grad_norm or recipe.optimizer.traits.in_backward):
         changes.append("optimizer.max_grad_norm=1")
-    if recipe.optimizer.args:
+    if recipe.optimizer.args and not change:
         changes.append("other optimizer.args")
     saved = session.folder.path / FILE
     if saved.is_file():
