@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -22,9 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, MarianConfig, T5Config
+from trl.trainer import utils as trl_utils
 
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
+from toolkit.models import fused_head, head_chunk
 from toolkit.models.adapters import add_method
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.dropout import dropout
@@ -39,7 +42,7 @@ from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.setting import Setting, setting_of
 from toolkit.planner.trace.shallow import Shallow, _layers, build, depths, load_config
-from toolkit.planner.trace.tracker import Tracker
+from toolkit.planner.trace.tracker import Timeline, Tracker
 from toolkit.planner.trace.types import Moment, Shape, Trace
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.precisions import FP8_SCALING
@@ -585,6 +588,28 @@ def test_a_gpu_is_spared_what_only_watching_allocates() -> None:
         return sum(timeline.live[len(timeline.names) - 1 - timeline.names[::-1].index("aten::add.Tensor")])
 
     assert live_at_the_sum(on_gpu=False) - live_at_the_sum(on_gpu=True) == pytest.approx(4 * 2**16, rel=0.01)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 9, 9.5])
+def test_chunks_of_the_head_that_are_alike_are_noted_as_if_each_were_computed(chunks: float) -> None:
+    labels = torch.zeros(int(chunks * head_chunk.ON_CPU), dtype=torch.long)
+
+    def noted(few: bool) -> list[Timeline]:
+        hidden, weight = torch.randn(len(labels), 8, requires_grad=True), torch.randn(48, 8, requires_grad=True)
+        tracker = Tracker([hidden, weight, labels], [weight])
+        lines = [tracker.begin()]
+        with tracker, fused_head.scoring(labels), pytest.MonkeyPatch.context() as patched:
+            if few:
+                patched.setattr(fused_head, "chunks", tracker.chunks)
+            score = trl_utils._ChunkedLogProbFunction.apply
+            found, *_ = score(hidden, weight, None, labels, 1.0, 0, None, 1.0, ("log_probs",))
+            lines.append(tracker.begin())
+            found.sum().backward()
+        return lines
+
+    assert noted(few=True) == noted(few=False)
+    computed = list(Tracker([], []).chunks(len(labels), head_chunk.ON_CPU))
+    assert len(computed) == min(math.ceil(chunks), 3)
 
 
 def test_dropout_on_a_gpu_keeps_a_byte_for_each_element() -> None:

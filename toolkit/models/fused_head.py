@@ -263,9 +263,15 @@ def _scored(
         else:
             chunked_logprob._addmm_fp32(to_weight, gradient.t(), states)
 
-    for start in range(0, tokens, chunk):
-        score(slice(start, start + chunk))
+    for rows in chunks(tokens, chunk):
+        score(rows)
     return log_probs, [to_hidden, to_weight, to_bias]
+
+
+def chunks(tokens: int, size: int) -> Iterator[slice]:
+    """So many tokens each; the last one may have fewer."""
+    for start in range(0, tokens, size):
+        yield slice(start, start + size)
 
 
 def _by_kernels(logits: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor | None, rest: _Rest) -> torch.Tensor:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.distributed.engines import checkpointing_kwargs
+from toolkit.models import fused_head
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.embedding import pooled
@@ -88,7 +90,7 @@ def run(
         kind = CompiledTracker if compiled else Tracker
         tracker = kind(persistent, model.parameters(), setting.device == "cuda", chunk, deadline)
         timelines: dict[str, Timeline] = {}
-        with _watched(shallow, tracker, period), tracker:
+        with _watched(shallow, tracker, period), patch.object(fused_head, "chunks", tracker.chunks), tracker:
             for suffix in ("", "+"):
                 timelines[f"forward{suffix}"] = tracker.begin()
                 tracker.place = "embeddings"

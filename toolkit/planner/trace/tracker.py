@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from toolkit.models.context_parallel import GATHER
 from toolkit.models.expert_parallel import SEND
+from toolkit.models.fused_head import chunks
 from toolkit.models.layer_sums import SUMS
 
 CATEGORIES = ("activations", "casts", "logits", "gradients", "chunks")
@@ -144,6 +145,27 @@ class Tracker(TorchDispatchMode):
             size, category = self._sizes[key]
             self._live[category] -= size
             self._sizes[key] = (0, 0)
+
+    def chunks(self, tokens: int, size: int) -> Iterator[slice]:
+        """Those of `fused_head.chunks` that differ: all but the first and the last do what the second one does, which
+        is noted as often as there are such."""
+        each = list(chunks(tokens, size))
+        alike = len(each) - 2
+        if alike < 2:
+            yield from each
+            return
+        yield each[0]
+        line = self.timeline
+        before, works = len(line.names), [(counts, dict(counts)) for counts in (line.work, line.recomputed)]
+        yield each[1]
+        more = alike - 1
+        line.places += line.places[before:] * more
+        line.names += line.names[before:] * more
+        line.live += line.live[before:] * more
+        for counts, begun in works:
+            for key, count in begun.items():
+                counts[key] += (counts[key] - count) * more
+        yield each[-1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
