@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from toolkit.distributed.engines import dtypes
 from toolkit.models.adapters import add_method
 from toolkit.models.coverage import is_quantized
 from toolkit.models.load import ModelSource
-from toolkit.models.weight_reads import Reads, _ask, kept_whole, reads_of
+from toolkit.models.weight_reads import Reads, _ask, _source, kept_whole, reads_of
 from toolkit.recipe import Recipe
 from toolkit.recipe.rules import load_checked
 
@@ -50,6 +51,22 @@ COEFFICIENTS = tuple(rf"model\.layers\.\d+\.altup\.{each}_coefs" for each in ("c
 )
 def test_reads_are_asked_of_a_tiny_copy(kind: str, objective: str, reads: Reads) -> None:
     assert reads_of(models_doc.stated(kind, objective), objective) == reads
+
+
+def test_the_code_of_many_layers_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The picture encoder's as well, which has 32 layers."""
+    read = []
+
+    def noted(kind: Any, original: Any = inspect.getsource) -> str:
+        read.append(kind)
+        return str(original(kind))
+
+    monkeypatch.setattr(inspect, "getsource", noted)
+    _ask.cache_clear()
+    _source.cache_clear()
+    reads_of(models_doc.stated("qwen2_5_vl", "sft"), "sft")
+    ours = [kind for kind in read if isinstance(kind, type) and kind.__module__.endswith("modeling_qwen2_5_vl")]
+    assert ours and len(ours) == len(set(ours))
 
 
 @pytest.mark.parametrize(("kind", "objective"), [("blenderbot", "seq2seq"), ("gpt2", "sft"), ("qwen3_moe", "sft")])

@@ -110,14 +110,19 @@ def _ask(hashed: _Hashed, objective: str, trust_remote_code: bool) -> Reads:
 def _handed_over(model: Any, name: str) -> bool:
     """Whether the code around a layer hands its weight to a call, as Mamba's does to kernels that a CPU has not."""
     outer, _, own = name.rpartition(".")
-    kind = type(model.get_submodule(outer))
+    kind: Any = type(model.get_submodule(outer))
+    return re.search(rf"^\s*(\w+=)?self\.{re.escape(own)}\.weight,$", _source(kind), re.MULTILINE) is not None
+
+
+@functools.cache
+def _source(kind: type[torch.nn.Module]) -> str:
+    """The source of a model's class, empty where there is none; Python parses the whole file each time it is asked."""
     if kind.__module__.startswith("torch."):
-        return False
+        return ""
     try:
-        text = inspect.getsource(kind)
-    except (OSError, TypeError):  # There is none.
-        return False
-    return re.search(rf"^\s*(\w+=)?self\.{re.escape(own)}\.weight,$", text, re.MULTILINE) is not None
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
 
 
 def _renamed(model: Any) -> set[str]:
