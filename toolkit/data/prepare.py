@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
