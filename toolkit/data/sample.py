@@ -308,7 +308,7 @@ def _in_common(recipe: Recipe, sides: list[_Side], uses: list[float]) -> tuple[t
     often = [np.full(len(side.documents), rows / len(side.documents)) for side, rows in zip(sides, uses, strict=True)]
     weights, every = np.concatenate(often), [row for side in sides for row in side.documents]
     # Of a source whose rows are all dropped none is drawn.
-    size = min(np.count_nonzero(weights), COMPARED)
+    size = min(int(np.count_nonzero(weights)), COMPARED)
     numbers = np.random.default_rng(0).choice(len(every), size, replace=False, p=weights / weights.sum())
     documents = (document for number in numbers for document in every[number])
     most = recipe.batch.seq_len
