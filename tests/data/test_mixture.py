@@ -34,6 +34,20 @@ def test_shares_are_those_of_the_weights_and_no_row_is_lost(sizes: list[int], sh
         assert len(times) == size and (not size or max(times.values()) - min(times.values()) <= 1)
 
 
+def test_rows_with_nothing_to_train_have_no_part_in_shares_and_limits() -> None:
+    unusable = np.array([n % 3 > 0 for n in range(30)] + [False] * 10)
+    usable = [n for n in range(40) if not unusable[n]]
+
+    def train(limit: int | None) -> list[int]:
+        source = np.repeat([0, 1], [30, 10])
+        return mix(source, np.arange(40), [1.0, 2.0], max_samples=limit, seed=3, unusable=unusable).train.tolist()
+
+    times = Counter(train(None))
+    assert {times[n] for n in range(30)} == {1} and {times[n] for n in range(30, 40)} == {2}
+    limited = train(12)
+    assert len(limited) == 32 and len([n for n in limited if n in usable]) == 12
+
+
 def test_a_source_without_weight_counts_as_one_beside_others() -> None:
     assert [len(part) for part in mixed([10, 10], [None, 2.0])] == [10, 20]
     assert [len(part) for part in mixed([10, 10], [None, 1.0])] == [10, 10]

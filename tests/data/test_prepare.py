@@ -602,6 +602,21 @@ def test_used_rows_repeats_and_shares_of_every_source(tmp_path: Path, cache: Pat
     assert prepared.audit.untrained_rows == 10 and len(prepared.eval or []) == 4
 
 
+@pytest.mark.parametrize("limit", [None, 8])
+def test_shares_are_those_of_the_rows_that_are_trained_on(limit: int | None, tmp_path: Path, cache: Path) -> None:
+    rows = [{"text": f"long {n}" + " word" * (200 if n % 3 else 0)} for n in range(30)]
+    paths = [write_jsonl(tmp_path / "long.jsonl", rows), documents(tmp_path / "short.jsonl", 20, "short")]
+    sources = [{"path": str(path), "weight": 1.0} for path in paths]
+    settings = recipe(*sources, over_long="drop", max_samples=limit).with_values({"batch.seq_len": 64})
+    prepared = prepare(settings, chatml_tokenizer(), STOP, cache)
+    first, second = prepared.audit.sources
+    assert (first.rows, first.used_rows + second.used_rows) == (30, limit or 40)
+    assert prepared.audit.train.over_long.rows == 20
+    if not limit:
+        assert (first.used_rows, first.repeats, first.share) == (20, 2.0, 0.5)
+        assert Counter(text.split()[0] for text in texts(prepared)) == {"long": 20, "short": 20}
+
+
 def test_a_limit_of_held_out_rows_takes_some_of_all_in_their_order(tmp_path: Path, cache: Path) -> None:
     train, held = documents(tmp_path / "a.jsonl", 9), documents(tmp_path / "b.jsonl", 40, "held")
     wanted = recipe(train, eval_sources=[str(held)], eval_max_samples=10)

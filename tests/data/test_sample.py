@@ -248,6 +248,16 @@ def test_weights_repeat_rows_in_the_figures(model: Path, tmp_path: Path) -> None
         assert figures.sample == "a sample of 50 rows"
 
 
+@pytest.mark.parametrize(("words", "rows"), [(12, 40), (200, 20)])
+def test_weights_share_out_the_rows_that_are_not_dropped(words: int, rows: int, model: Path, tmp_path: Path) -> None:
+    long = write_jsonl(tmp_path / "a.jsonl", [{"text": "word " * (200 if n % 3 else words)} for n in range(30)])
+    short = write_jsonl(tmp_path / "b.jsonl", [{"text": "word " * 9}] * 20)
+    sources = [{"path": str(path), "weight": 1.0} for path in (long, short)]
+    wanted = asked(model, *sources, objective="language_modelling", seq_len=64, over_long="drop")
+    figures, counted = sampled(wanted), prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").statistics
+    assert figures and counted and figures.rows == counted.rows == rows and figures.tokens == counted.tokens
+
+
 def test_pairs_of_other_forms_and_packed_rows(model: Path, tmp_path: Path) -> None:
     pairs = write_jsonl(tmp_path / "a.jsonl", ({"source": words(n), "target": words(n + 1)} for n in range(20)))
     figures = sampled(asked(model, pairs, objective="seq2seq", seq_len=4096))

@@ -214,6 +214,10 @@ def test_gathered_weights_are_released_as_the_recipe_says_or_else_by_the_shardin
         ({"checkpoint": {"save_steps": 3}}, 160, (10, 0, 3)),
         ({"checkpoint": {"save_epochs": 0.5}}, 160, (10, 0, 5)),
         ({"checkpoint": {"save_epochs": 0.01}}, 160, (10, 0, 1)),
+        # Products that floating point makes a little more than they are.
+        ({"schedule": {"num_epochs": 1.1}}, 800, (55, 0, None)),
+        ({"schedule": {"max_steps": 100, "warmup_ratio": 0.07}}, 160, (100, 7, None)),
+        ({"checkpoint": {"save_epochs": 1.1}}, 800, (50, 0, 55)),
     ],
 )
 def test_run_length(sections: dict[str, Any], rows: int | None, expected: tuple[int, int, int | None]) -> None:

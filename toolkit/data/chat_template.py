@@ -23,6 +23,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from toolkit.common import UserError, in_a_line
 from toolkit.data import template_limits as template_limits
+from toolkit.recipe.rules.inputs import TEMPLATE_ARGUMENTS
+from toolkit.recipe.spelling import did_you_mean
 from toolkit.recipe.time_limit import TimeLimit
 
 _BUILT_IN = {path.stem: path for path in (Path(__file__).parent / "chat_templates").glob("*.jinja")}
@@ -144,6 +146,27 @@ def variables(template: str) -> frozenset[str]:
     """What a chat template reads of what it is given."""
     environment = _compile_jinja_template(template).environment
     return frozenset(find_undeclared_variables(environment.parse(template)) - set(environment.globals))
+
+
+def check_variables(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> None:
+    """Refuses variables that no chat template reads: a slip of typing would leave all as it is.
+
+    Raises:
+        UserError: Names the unknown ones, and what the template reads.
+    """
+    if not given:
+        return
+    if not tokenizer.chat_template:
+        raise UserError("data.chat_template_kwargs: this tokenizer has no chat template", "set model.chat_template too")
+    read = variables(tokenizer.get_chat_template())
+    if unread := sorted(set(given) - read):
+        own = sorted(name for name in read - TEMPLATE_ARGUMENTS if not name.endswith("_token"))
+        close = did_you_mean(unread[0], own)
+        raise UserError(
+            f"data.chat_template_kwargs: the chat template reads no {' and no '.join(unread)}",
+            (f"did you mean {close}? " if close else "")
+            + (f"it reads {', '.join(own)}" if own else "remove data.chat_template_kwargs: it reads none"),
+        )
 
 
 def fixed_prompt(

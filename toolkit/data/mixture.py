@@ -44,6 +44,7 @@ def mix(
     shuffle: bool = True,
     seed: int,
     eval_seed: int | None = None,
+    unusable: NDArray[np.bool_] | None = None,
 ) -> Mixture:
     """Chooses rows, the same ones for the same arguments.
 
@@ -56,6 +57,8 @@ def mix(
         weights: `weight` of every source; if one is set, the others count as 1.
         eval_fraction: Share of the distinct rows to hold out.
         eval_seed: Which ones, the same for every `seed`; by default `seed` says it.
+        unusable: Whether nothing is trained of a row, shape (rows,). Such rows have no part in shares and limits, and
+            stand once.
 
     Raises:
         UserError: Nothing would be left to train on, or nothing to hold out.
@@ -76,11 +79,14 @@ def mix(
         is_held_out = np.isin(content[rows], content[chosen])
         held_out, rows = chooser.permutation(rows[is_held_out]), rows[~is_held_out]
 
+    without = np.zeros(len(content), bool) if unusable is None else unusable
+    left_out, rows = rows[without[rows]], rows[~without[rows]]
     parts = [rows[source[rows] == number] for number in range(len(weights))]
     counts = _counts([len(part) for part in parts], weights)
     train = np.concatenate([_repeat(part, count, rng) for part, count in zip(parts, counts, strict=True)])
     if max_samples is not None and max_samples < len(train):
         train = train[np.sort(rng.permutation(len(train))[:max_samples])]
+    train = np.concatenate([train, left_out])
     return Mixture(rng.permutation(train) if shuffle else train, held_out, len(content) - len(first))
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from toolkit.cache import cache_dir
 from toolkit.common import UserError
 from toolkit.data import audit as auditing
 from toolkit.data.borrowed import with_others
-from toolkit.data.chat_template import variables
+from toolkit.data.chat_template import check_variables
 from toolkit.data.classes import survey
 from toolkit.data.encode import Encoder
 from toolkit.data.messages import without_use
@@ -50,8 +50,6 @@ from toolkit.files import write_json
 from toolkit.recipe import Recipe
 from toolkit.recipe.data import Source
 from toolkit.recipe.prefixes import may_begin_alike
-from toolkit.recipe.rules.inputs import TEMPLATE_ARGUMENTS
-from toolkit.recipe.spelling import did_you_mean
 from toolkit.seal import build_sealed
 
 CODE_VERSION = 11
@@ -118,7 +116,7 @@ def prepare(
     """
     datasets.disable_progress_bars()
     data = recipe.data
-    _check_template_kwargs(tokenizer, data.chat_template_kwargs)
+    check_variables(tokenizer, data.chat_template_kwargs)
     train = _open(data.training_sources(), data.streaming)
     held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
     fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, vocab_size, train + held_out)
@@ -150,23 +148,6 @@ def prepare(
         path=path,
         statistics=statistics,
     )
-
-
-def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> None:
-    """Refuses variables that no chat template reads: a slip of typing would leave all as it is."""
-    if not given:
-        return
-    if not tokenizer.chat_template:
-        raise UserError("data.chat_template_kwargs: this tokenizer has no chat template", "set model.chat_template too")
-    read = variables(tokenizer.get_chat_template())
-    if unread := sorted(set(given) - read):
-        own = sorted(name for name in read - TEMPLATE_ARGUMENTS if not name.endswith("_token"))
-        close = did_you_mean(unread[0], own)
-        raise UserError(
-            f"data.chat_template_kwargs: the chat template reads no {' and no '.join(unread)}",
-            (f"did you mean {close}? " if close else "")
-            + (f"it reads {', '.join(own)}" if own else "remove data.chat_template_kwargs: it reads none"),
-        )
 
 
 def sequence_lengths(rows: Dataset, pairs: bool = False) -> NDArray[np.int64]:
@@ -235,17 +216,20 @@ def _build(
     rows, sources = collect(train + held_out, task, scratch / "rows.arrow")
     source, content = (np.asarray(rows.with_format("numpy")[name][:], dtype=np.int64) for name in ("source", "content"))
     is_train = source < len(train)
-    mixture = mix(
+    weights = [reader.source.weight for reader in train]
+    choose = functools.partial(
+        mix,
         source[is_train],
         content[is_train],
-        [reader.source.weight for reader in train],
+        weights,
         eval_fraction=data.eval_split if isinstance(data.eval_split, float) else None,
-        max_samples=data.max_samples,
         deduplicate=data.deduplicate,
         shuffle=data.shuffle,
         seed=recipe.seed,
         eval_seed=data.eval_seed,
     )
+    # Shares are of rows that are trained on, which only their tokens say.
+    mixture = choose(max_samples=None if _weighs(weights) else data.max_samples)
     chosen_eval = np.concatenate([mixture.eval, np.flatnonzero(~is_train)])
     if data.eval_max_samples is not None and data.eval_max_samples < len(chosen_eval):
         seed = recipe.seed if data.eval_seed is None else data.eval_seed
@@ -261,6 +245,10 @@ def _build(
     distinct = np.unique(np.concatenate([mixture.train, chosen_eval]))
     chunks = tokenise(rows.select(distinct), chunker, data.num_proc, scratch / "tokens.arrow")
     tokens = TokenTable(chunks, chunker, rows.select_columns("where").select(distinct), recipe, found)
+    if _weighs(weights):
+        unusable = np.zeros(len(content), bool)
+        unusable[distinct] = tokens.trained == 0
+        mixture = choose(max_samples=data.max_samples, unusable=unusable[is_train])
     sides = {"train": np.searchsorted(distinct, mixture.train), "eval": np.searchsorted(distinct, chosen_eval)}
 
     for number, figures in enumerate(sources):
@@ -324,6 +312,11 @@ def _build(
     shutil.rmtree(scratch)
 
 
+def _weighs(weights: list[float | None]) -> bool:
+    """Whether rows repeat so that sources have their shares."""
+    return len(weights) > 1 and any(weight is not None for weight in weights)
+
+
 def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[Sample]:
     """The first rows that can be asked for; most templates refuse to open a conversation that the assistant begins."""
     samples: list[Sample] = []
@@ -352,6 +345,7 @@ def _fingerprint(
         "data": recipe.data.model_dump(exclude={"num_proc", "num_workers", "sources", "eval_sources", "eval_seed"}),
         # Only where it is set: what was prepared without it is still right.
         **({} if recipe.data.eval_seed is None else {"eval_seed": recipe.data.eval_seed}),
+        **({"shares": "of usable rows"} if _weighs([each.weight for each in recipe.data.sources]) else {}),
         "sources": [[reader.source.model_dump(), reader.fingerprint()] for reader in readers],
         "objective": recipe.rows_for,
         "seq_len": recipe.batch.seq_len,

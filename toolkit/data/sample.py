@@ -255,10 +255,11 @@ def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter:
     data, seq_len, pairs = recipe.data, recipe.batch.seq_len, recipe.objective == "seq2seq"
     uses = [side.rows for side in train]
     if any(side.source.weight is not None for side in train):
-        # Every row is used once at least.
+        # Every row that is trained on is used once at least.
         shares = [1.0 if side.source.weight is None else side.source.weight for side in train]
-        times = max(rows / share for rows, share in zip(uses, shares, strict=True))
-        uses = [times * share for share in shares]
+        kept = [float(_kept(recipe, side.counted).mean()) for side in train]
+        times = max(rows * part / share for rows, part, share in zip(uses, kept, shares, strict=True))
+        uses = [times * share / part if part else 0.0 for part, share in zip(kept, shares, strict=True)]
     used, lengths, trained, targets = _as_trained(recipe, train, uses)
     if not used.sum():
         return None  # All are dropped, which is an error of the run.
@@ -306,7 +307,8 @@ def _in_common(recipe: Recipe, sides: list[_Side], uses: list[float]) -> tuple[t
     """What documents begin with alike, of rows that are drawn as often as they are used."""
     often = [np.full(len(side.documents), rows / len(side.documents)) for side, rows in zip(sides, uses, strict=True)]
     weights, every = np.concatenate(often), [row for side in sides for row in side.documents]
-    size = min(len(every), COMPARED)
+    # Of a source whose rows are all dropped none is drawn.
+    size = min(int(np.count_nonzero(weights)), COMPARED)
     numbers = np.random.default_rng(0).choice(len(every), size, replace=False, p=weights / weights.sum())
     documents = (document for number in numbers for document in every[number])
     most = recipe.batch.seq_len
@@ -319,6 +321,13 @@ def _quantiles(lengths: NDArray[np.float64], used: NDArray[np.float64]) -> NDArr
     return np.interp(np.linspace(0, 1, 1001), np.cumsum(used[order]) / used.sum(), lengths[order])
 
 
+def _kept(recipe: Recipe, counted: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """(sampled,) which rows are not dropped as too long, of their `counted` tokens."""
+    whole, _, targets = counted
+    longest = targets if recipe.answers > 1 else np.maximum(whole, targets)
+    return (longest <= recipe.batch.seq_len) | (recipe.data.over_long != "drop")
+
+
 def _as_trained(recipe: Recipe, sides: list[_Side], uses: list[float]) -> NDArray[np.float64]:
     """How often each sampled row is used, its tokens, its trained ones and those of its target, none longer than a
     sequence: (4, sampled)."""
@@ -328,10 +337,9 @@ def _as_trained(recipe: Recipe, sides: list[_Side], uses: list[float]) -> NDArra
     ]
     used, whole, trained, targets = np.concatenate([np.zeros((4, 0)), *columns], axis=1)
     seq_len = recipe.batch.seq_len
-    if recipe.data.over_long == "drop":
-        kept = (targets if recipe.answers > 1 else np.maximum(whole, targets)) <= seq_len
-        used, whole, trained, targets = used[kept], whole[kept], trained[kept], targets[kept]
-    elif recipe.data.over_long == "split":
+    kept = _kept(recipe, np.vstack([whole, trained, targets]))
+    used, whole, trained, targets = used[kept], whole[kept], trained[kept], targets[kept]
+    if recipe.data.over_long == "split":
         parts = np.maximum(1, np.ceil(whole / seq_len))
         used, whole, trained = used * parts, whole / parts, trained / parts
     most = recipe.answers * seq_len

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 from pydantic import computed_field
 from pydantic.dataclasses import dataclass
@@ -295,14 +296,20 @@ def run_length(recipe: Recipe, num_rows: int | None, layout: BatchLayout) -> Len
         num_rows: Training sequences (packed ones when packing); None for a stream.
     """
     schedule = recipe.schedule
-    per_epoch = num_rows / layout.global_batch_size if num_rows else None
-    if per_epoch and recipe.reinforces:
+    per_epoch = Fraction(num_rows or 0, layout.global_batch_size)
+    if recipe.reinforces:
         per_epoch *= recipe.policy.num_iterations
-    total = schedule.max_steps or math.ceil((schedule.num_epochs or 1.0) * (per_epoch or 0))
+    total = schedule.max_steps or _steps(schedule.num_epochs or 1.0, per_epoch)
     warmup = schedule.warmup_steps
     if warmup is None:
-        warmup = math.ceil((schedule.warmup_ratio or 0.0) * total)
+        warmup = _steps(schedule.warmup_ratio or 0.0, total)
     save = recipe.checkpoint.save_steps
     if recipe.checkpoint.save_epochs and per_epoch:
-        save = max(1, math.ceil(recipe.checkpoint.save_epochs * per_epoch))
-    return Length(total, per_epoch, warmup, save, recipe.checkpoint.rehearse)
+        save = max(1, _steps(recipe.checkpoint.save_epochs, per_epoch))
+    return Length(total, float(per_epoch) or None, warmup, save, recipe.checkpoint.rehearse)
+
+
+def _steps(share: float, steps: Fraction | int) -> int:
+    """So much of some steps, rounded up. The share is taken as the decimal that is written in the recipe: in floating
+    point 1.1 epochs of 50 steps are 55.00000000000001, and would be 56."""
+    return math.ceil(Fraction(str(share)) * steps)

@@ -164,8 +164,8 @@ class Schedule(Section):
     max_steps: PositiveInt | None = None
     """Number of optimizer steps to train for, instead of `num_epochs`."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """Number of steps in which the learning rate rises from zero to its peak, with `warmup_stable_decay` from its
-    `min_lr_ratio`."""
+    """Number of steps in which the learning rate rises from zero to its peak; with `warmup_stable_decay` from its
+    `min_lr_ratio`, with `cosine_warmup_with_min_lr` from its `warmup_lr_rate` (by default one such step's share)."""
     warmup_ratio: Fraction | None = None
     """Share of all steps in which the learning rate rises from zero to its peak, instead of `warmup_steps`."""
     early_stopping_patience: PositiveInt | None = None
