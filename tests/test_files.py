@@ -90,7 +90,7 @@ def test_a_new_file_takes_the_place_of_none(tmp_path: Path, linked: bool, monkey
     for there in (file, dangling):
         with pytest.raises(FileExistsError):
             write_new(there, "second")
-    with pytest.raises(NotADirectoryError, match="mine.yaml/more'$"):
+    with pytest.raises(NotADirectoryError, match=r"mine\.yaml/more'$"):
         write_new(file / "more", "third")
     assert sorted(each.name for each in file.parent.iterdir()) == ["mine.yaml", "other.yaml"]
     assert (file.read_text(), dangling.is_symlink()) == ("first", True)

@@ -155,7 +155,7 @@ import os, sys
 left = {at}
 def killed(event, args):
     global left
-    if event == "open" and isinstance(args[0], str) and args[2] & os.O_CREAT and "/recipes/" in os.path.abspath(args[0]):
+    if event == "open" and args[2] & os.O_CREAT and "/recipes/" in os.path.abspath(str(args[0])):
         left -= 1
         if not left:
             open(args[0], "wb", opener=lambda name, flags: os.open(name, flags)).close()

@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.cli.option_types import count, new_file, port, positive, price, values_of_key
 from toolkit.cli.registry import command, flag, option
 from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, printable, table
-from toolkit.files import as_json, write_new, write_named
+from toolkit.files import as_json, write_named, write_new
 from toolkit.hub_cache import use_own
 
 _RECIPE = option("arguments", "recipe=NAME key=value", None, nargs="*", default=[])
