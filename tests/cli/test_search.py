@@ -72,7 +72,7 @@ def test_of_two_searches_in_one_folder_neither_forgets_what_the_other_chose(monk
     def tries(chosen: Iterator[object], *of: object) -> int:
         if not first._state.tried:
             next(chosen)
-            with pytest.raises(UserError, match="another process searches in .*twice-sweep right now"):
+            with pytest.raises(UserError, match=r"another process searches in .*twice-sweep right now"):
                 second.run(shares(1, None))
         return len(list(chosen))
 
