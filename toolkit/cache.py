@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from toolkit.files import write_atomically
 
 LOCK = ".lock"
-"""The file in a run folder that the process which trains there has locked, however it ends."""
+"""The file in the folder of a run or a search that the process at work there has locked, however it ends."""
 _LONGEST_SECONDS = 86_400.0
 """So long nothing is written without a change of its folder."""
 _log = logging.getLogger("toolkit")

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,45 @@ from toolkit.common import UserError, concealed
 
 def write_atomically(file: Path, text: str | bytes) -> None:
     """Writes a file so that readers see the old or the new text, never a part, whoever else writes it."""
+    with _written_beside(file, text) as partial:
+        partial.replace(file)
+
+
+def write_new(file: Path, text: str | bytes) -> None:
+    """Writes a file that is not there yet, in a folder that is made where there is none; none that somebody else writes
+    meanwhile is replaced.
+
+    Raises:
+        FileExistsError: If there is one, or a link in its place.
+    """
+    with contextlib.suppress(FileExistsError):  # Of what is no folder, the error of writing says more.
+        file.parent.mkdir(parents=True, exist_ok=True)
+    with _written_beside(file, text) as partial:
+        try:
+            os.link(partial, file)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            # Some disks, such as FAT and those of object stores, know no second name of a file.
+            if os.path.lexists(file):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(file)) from error
+            partial.replace(file)
+
+
+@contextlib.contextmanager
+def _written_beside(file: Path, text: str | bytes) -> Iterator[Path]:
+    """A file with this text that is to be renamed, and is gone afterwards."""
     # Processes of two containers may have one number, and would empty each other's file.
     partial = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         partial.write_bytes(text if isinstance(text, bytes) else text.encode())
-        partial.replace(file)
+        yield partial
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         error.filename = str(file)  # Nobody knows the other name.
         raise
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def remove_partial(folder: Path) -> None:
@@ -39,10 +68,23 @@ def remove_partial(folder: Path) -> None:
             partial.unlink()
 
 
-def write_new(file: Path, text: str) -> None:
-    """Writes a file as `write_atomically` does, in a folder that is made where there is none."""
+def write_named(file: Path, text: str) -> None:
+    """Writes a file that the user has named as `write_atomically` does, in a folder that is made where there is none.
+
+    What a link leads to is written, so that the link stays; into a pipe or a device, such as `/dev/stdout`, the text
+    is sent.
+    """
+    if is_stream(file):
+        file.write_text(text, encoding="utf-8")
+        return
+    file = Path(os.path.realpath(file))
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text)
+
+
+def is_stream(file: Path) -> bool:
+    """Whether it is a pipe, a device or a socket, which takes what is written and keeps nothing to be replaced."""
+    return file.exists() and not file.is_file() and not file.is_dir()
 
 
 def read_file(file: Path) -> bytes:

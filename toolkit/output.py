@@ -17,7 +17,8 @@ from toolkit.common import brief, concealed, printable
 
 
 def open_streams() -> None:
-    """Gives a process that was started with closed standard streams, as by `>&-`, ones that lead nowhere.
+    """Has what a process says pass through `_Shown`, and gives one that was started with closed standard streams, as by
+    `>&-`, ones that lead nowhere.
 
     Python has none then, and the next file that is opened, which may be a checkpoint, would get what C code prints.
     """
@@ -29,6 +30,7 @@ def open_streams() -> None:
                 os.close(nowhere)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+    _show_all()
 
 
 def quiet_libraries() -> None:
@@ -73,27 +75,35 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def start_logging(options: argparse.Namespace, first: bool = True, outlives_disk: bool = False) -> None:
+def start_logging(options: argparse.Namespace, first: bool = True) -> None:
     """Shows on standard error what our packages log, each under its own name: `toolkit.train`, `toolkit.planner`, …
 
     Args:
         options: What `add_verbosity` has parsed.
         first: Whether this process talks to the user; of the others, only warnings and errors are shown.
-        outlives_disk: Whether it goes on where the disk of what it prints is full: that is not the result of its work.
     """
+    _show_all()
+    level = logging.WARNING if options.quiet or not first else logging.DEBUG if options.verbose else logging.INFO
+    logger = logging.getLogger("toolkit")
+    logger.handlers, logger.propagate = [_StandardError()], False
+    logger.setLevel(level)
+
+
+def _show_all() -> None:
     # What libraries print, and stack traces, pass through here too.
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), _Shown):
             if isinstance(stream, io.TextIOWrapper):  # In a notebook it is not.
                 # Of file names, as the system has them, not all are text.
                 stream.reconfigure(errors="backslashreplace")
-            stream = _Shown(stream)
-            setattr(sys, name, stream)
-        stream.outlived = (*_UNHEARD, *_FULL) if outlives_disk else _UNHEARD
-    level = logging.WARNING if options.quiet or not first else logging.DEBUG if options.verbose else logging.INFO
-    logger = logging.getLogger("toolkit")
-    logger.handlers, logger.propagate = [_StandardError()], False
-    logger.setLevel(level)
+            setattr(sys, name, _Shown(stream))
+
+
+def unprinted() -> str:
+    """Why not all that was printed is where it should be, at the end of the work; empty where it is."""
+    sys.stdout.flush()
+    error = getattr(sys.stdout, "lost", None)
+    return f"standard output cannot be written: {error.strerror}" if error else ""
 
 
 _UNHEARD = (errno.EPIPE, errno.EIO)
@@ -104,11 +114,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class _Shown:
     """A stream of text to which everything goes `concealed`; all else is the stream's own.
 
-    Work does not end because nobody hears of it any more.
+    Work does not end because nobody hears of it any more, or because the disk of what is said is full.
+
+    Attributes:
+        lost: The error for which something that was said is on no disk.
     """
 
-    outlived: tuple[int, ...] = ()
-    """Errors of the system for which what is said is left out."""
+    lost: OSError | None = None
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -127,11 +139,13 @@ class _Shown:
         try:
             yield
         except OSError as error:
-            if error.errno not in self.outlived:
-                raise
-            if error.errno in _UNHEARD:
+            if error.errno in _FULL:
+                self.lost = error
+            elif error.errno in _UNHEARD:
                 # Also for what libraries write; and Python would complain once more while shutting down.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            else:
+                raise
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))

@@ -146,6 +146,69 @@ def test_the_lines_that_init_prints_can_be_typed_for_a_folder_with_spaces(capsys
     assert main(shlex.split(line.removeprefix("check it:  toolkit "))) == 0
 
 
+@pytest.mark.parametrize("typed", ["init", "cp recipe=gpt2_xl_clm mine"])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_command_that_was_cut_off_where_it_writes_can_be_typed_again(typed: str, at: int, place: Path) -> None:
+    """At each of its files: nothing that is half there has a name for which it would refuse to start."""
+    kill = f"""
+import os, sys
+left = {at}
+def killed(event, args):
+    global left
+    if event == "open" and args[2] & os.O_CREAT and "/recipes/" in os.path.abspath(str(args[0])):
+        left -= 1
+        if not left:
+            open(args[0], "wb", opener=lambda name, flags: os.open(name, flags)).close()
+            os._exit(9)
+sys.addaudithook(killed)
+from toolkit.cli.main import main
+sys.exit(main({typed.split()!r}))
+"""
+    ended = subprocess.run([sys.executable, "-c", kill], env=environment(), capture_output=True).returncode
+    assert ended == (0 if typed.startswith("cp") and at == 2 else 9)
+    if ended:
+        assert main(typed.split()) == 0
+    assert main(["validate", "recipe=mine"]) == 0
+    if typed == "init":
+        assert json.loads(Path("recipes/schema.json").read_text()) == json_schema()
+
+
+def test_of_two_copies_of_one_name_the_later_one_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the name was free when it looked."""
+    Path("recipes").mkdir()
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)
+    Path("recipes/mine.yaml").write_text("mine\n")
+    for typed in ("init", "cp recipe=gpt2_xl_clm mine"):
+        assert main(typed.split()) == 1
+        assert "recipes/mine.yaml exists already" in capsys.readouterr().err
+    assert Path("recipes/mine.yaml").read_text() == "mine\n"
+
+
+def test_a_link_to_nowhere_is_not_written_through(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipes").mkdir()
+    Path("recipes/mine.yaml").symlink_to("../gone.yaml")
+    for typed in ("init", "cp recipe=gpt2_xl_clm mine"):
+        assert main(typed.split()) == 1
+        assert "recipes/mine.yaml exists already" in capsys.readouterr().err
+    assert [each.name for each in Path("recipes").iterdir()] == ["mine.yaml"] and not Path("gone.yaml").exists()
+
+
+def test_output_goes_into_pipes_and_through_links(place: Path) -> None:
+    os.mkfifo("pipe")
+    Path("elsewhere").mkdir()
+    Path("link.json").symlink_to("elsewhere/schema.json")
+    reader = subprocess.Popen(["cat", "pipe"], stdout=subprocess.PIPE)
+    for file in ("pipe", "link.json"):
+        assert main(["schema", "--output", file]) == 0
+    assert json.loads(reader.communicate(timeout=60)[0]) == json_schema()
+    assert json.loads(Path("elsewhere/schema.json").read_text()) == json_schema()
+    shell = f"{shlex.quote(sys.executable)} -m toolkit schema --output >(cat)"
+    sent = subprocess.run(["bash", "-c", f"{shell} | cat"], env=environment(), capture_output=True, text=True)
+    assert json.loads(sent.stdout) == json_schema(), sent.stderr
+
+
 def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     Path("recipes").mkdir()
     Path("recipes/schema.json").write_text("{}")

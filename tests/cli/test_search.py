@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,27 @@ def test_what_cannot_be_searched_is_said_before_anything_starts(arguments: list[
     for word in words:
         assert word in str(caught.value), word
     assert not Path("runs").exists()
+
+
+def test_of_two_searches_in_one_folder_neither_forgets_what_the_other_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at once; and one that waited goes on from all that the other one has tried."""
+    asked = (RATES, "output.name=twice")
+    first, second = search(*asked, count=2), search(*asked, count=3)
+
+    def tries(chosen: Iterator[object], *of: object) -> int:
+        if not first._state.tried:
+            next(chosen)
+            with pytest.raises(UserError, match=r"another process searches in .*twice-sweep right now"):
+                second.run(shares(1, None))
+        return len(list(chosen))
+
+    monkeypatch.setattr("toolkit.cli.search.train", tries)
+    first.run(shares(1, None))
+    assert len(first._state.tried) == 2
+    monkeypatch.setattr("toolkit.cli.search.finished", lambda trial: True)
+    second.run(shares(1, None))
+    kept = json.loads((second._folder / STATE).read_text(encoding="utf-8"))["tried"]
+    assert [each["values"] for each in kept[:2]] == [each.values for each in first._state.tried] and len(kept) == 3
 
 
 def test_seeds_that_hold_out_different_rows_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 from toolkit.cli.option_types import count, new_file, port, positive, price, values_of_key
 from toolkit.cli.registry import command, flag, option
 from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, printable, table
-from toolkit.files import as_json, write_new
+from toolkit.files import as_json, write_named, write_new
 from toolkit.hub_cache import use_own
 
 _RECIPE = option("arguments", "recipe=NAME key=value", None, nargs="*", default=[])
@@ -107,7 +108,7 @@ def schema(options: argparse.Namespace) -> None:
 
     text = markdown() if options.markdown else json.dumps(json_schema(), indent=2) + "\n"
     if options.output:
-        write_new(options.output, text)
+        write_named(options.output, text)
     else:
         sys.stdout.write(text)
 
@@ -119,18 +120,17 @@ def init(options: argparse.Namespace) -> None:
 
     folder = Path(options.recipes or "recipes")
     recipe, schema = folder / "mine.yaml", folder / "schema.json"
-    if recipe.exists():
-        raise UserError(
-            f"{recipe} exists already", "nothing was written; edit it, or name another folder with --recipes"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(Path(__file__).with_name("first_recipe.yaml"), recipe)
-    if not schema.exists():
-        schema.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
+    try:
+        if not (os.path.lexists(recipe) or os.path.lexists(schema)):
+            write_new(schema, json.dumps(json_schema(), indent=2) + "\n")
+        # The last: what was cut off before can start again.
+        write_new(recipe, Path(__file__).with_name("first_recipe.yaml").read_bytes())
+    except FileExistsError:
+        change = "nothing was written; edit it, or name another folder with --recipes"
+        raise UserError(f"{recipe} exists already", change) from None
     named = f" --recipes {shlex.quote(options.recipes)}" if options.recipes else ""
     print(f"wrote {recipe}, and {schema} for your editor")
-    print(f"check it:  toolkit validate recipe=mine{named}")
-    print(f"train it:  toolkit launch recipe=mine{named}")
+    print(f"check it:  toolkit validate recipe=mine{named}\ntrain it:  toolkit launch recipe=mine{named}")
 
 
 @command(_RECIPE, _FOLDER)
@@ -208,7 +208,7 @@ def plan(options: argparse.Namespace) -> None:
     if options.html:
         from toolkit.report.plan_page import plan_page
 
-        write_new(options.html, plan_page(plans))
+        write_named(options.html, plan_page(plans))
         print(f"wrote {options.html}", file=sys.stderr)
 
 

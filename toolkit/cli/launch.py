@@ -21,7 +21,7 @@ from toolkit.common import UserError
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
 from toolkit.distributed.placement import placement
-from toolkit.files import write_new
+from toolkit.files import write_named
 from toolkit.planner.hardware import visible_gpus
 from toolkit.recipe import Loaded, Recipe
 
@@ -235,9 +235,9 @@ def save(text: str, file: Path) -> str:
     Raises:
         UserError: If the file exists and says something else.
     """
-    if file.exists() and file.read_text(encoding="utf-8") != text:
+    if file.is_file() and file.read_text(encoding="utf-8") != text:
         raise UserError(f"{file} exists and says something else", "remove it, or name another file with --output")
-    write_new(file, text)
+    write_named(file, text)
     return f"wrote {file}\nstart it:  sbatch {shlex.quote(str(file))}"
 
 

@@ -15,7 +15,7 @@ from toolkit import __version__
 from toolkit.cli import commands, run_commands  # noqa: F401  They register what they hold.
 from toolkit.cli.registry import COMMANDS
 from toolkit.common import UserError, given_up, panicked
-from toolkit.output import add_help, add_verbosity, open_streams, quiet_libraries, start_logging
+from toolkit.output import add_help, add_verbosity, open_streams, quiet_libraries, start_logging, unprinted
 from toolkit.train.process import Terminated, told_to_stop
 
 _EPILOG = """\
@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with told_to_stop():
             status = options.command(options)
-        sys.stdout.flush()
+        if lost := unprinted():
+            raise UserError(lost, "free space there, or print somewhere else; files that were written are there")
         return status or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from toolkit.files import not_writable
+from toolkit.files import is_stream, not_writable
 
 
 def count(text: str, least: int = 0, most: int = sys.maxsize) -> int:
@@ -32,7 +32,11 @@ def port(text: str) -> int:
 def new_file(text: str) -> Path:
     """A file that can be written, in a folder that need not be there: what goes into it may take minutes to find."""
     file = Path(os.path.expanduser(text))
-    if reason := f"{file} is a folder" if file.is_dir() else not_writable(file.parent):
+    if is_stream(file):
+        reason = "" if os.access(file, os.W_OK) else f"{file} is read-only, or another user's"
+    else:
+        reason = f"{file} is a folder" if file.is_dir() else not_writable(Path(os.path.realpath(file)).parent)
+    if reason:
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
     return file
 

@@ -13,7 +13,7 @@ from toolkit.cli.keys import Keys, read_keys
 from toolkit.cli.option_types import count, new_file, new_folder, positive, share, temperature, weights
 from toolkit.cli.registry import command, option
 from toolkit.common import PAGED, UserError, printable, table
-from toolkit.files import write_new
+from toolkit.files import write_named
 from toolkit.hub_cache import use_own
 from toolkit.recipe.base import Place
 
@@ -51,7 +51,7 @@ def compare(options: argparse.Namespace) -> None:
     text = comparison_text(compared, width())
     terminal.write(text, terminal.console_of(sys.stdout), PAGED)
     if options.html:
-        write_new(options.html, comparison_page(compared))
+        write_named(options.html, comparison_page(compared))
         print(f"wrote {options.html}", file=sys.stderr)
 
 

@@ -6,6 +6,7 @@ Optuna's study is made anew from both whenever a question is asked of it, so a s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -14,8 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import Timeout
 from pydantic import BaseModel, ValidationError
 
+from toolkit.cache import LOCK, locked
 from toolkit.cli.jobs import Share, Trial, train
 from toolkit.cli.restarts import STOPPED
 from toolkit.cli.sweep import finished, named, swept_keys, trial, unlike_rows, write_page
@@ -108,14 +111,30 @@ class Search:
             An exit code, 0 if a run has finished and was judged; and the folders of all runs.
 
         Raises:
-            UserError: Before anything is started, if this machine cannot train it.
+            UserError: Before anything is started, if this machine cannot train it, or another process searches here.
         """
-        status = train(self._ask(places), places, self._began, self._ended, self._hopeless if self._prune else None)
+        with self._alone():
+            hopeless = self._hopeless if self._prune else None
+            status = train(self._ask(places), places, self._began, self._ended, hopeless)
         if not (best := self._best()):
             return status or 1, self._folders()
         changes = _changes(self._state.tried[best[0]].values)
         self._say(f"best {self._metric} {best[1]:.4g}, of run {best[0] + 1}: {shlex.join(changes)}")
         return status, self._folders()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps other processes from this search: each would write over what another one has chosen."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self._folder / LOCK, timeout=0))
+            except Timeout:
+                raise UserError(
+                    f"another process searches in {self._folder} right now",
+                    "wait for it, or name another folder with output.dir",
+                ) from None
+            self._state = self._read(self._state.arguments)  # One that has ended since went on from what was read.
+            yield
 
     def _ask(self, places: Sequence[Share]) -> Iterator[Trial]:
         """First what was begun before and is not finished, then what is chosen now."""

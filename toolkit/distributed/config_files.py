@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from toolkit.distributed.engines import deepspeed_config, fsdp_config
 from toolkit.distributed.launcher_deepspeed import NVME_PLACEHOLDER
 from toolkit.distributed.launcher_flags import MESH
+from toolkit.files import write_named
 from toolkit.recipe import Recipe, RecipeError, list_recipes, load
 from toolkit.recipe.compose import compose_recipe
 from toolkit.recipe.errors import from_validation_error
@@ -65,9 +66,7 @@ def render(folders: Sequence[Path]) -> dict[str, str]:
 def write(files: dict[str, str], root: Path) -> None:
     """Writes rendered files below a folder."""
     for path, text in files.items():
-        file = root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        write_named(root / path, text)
 
 
 def stale(files: dict[str, str], root: Path) -> list[str]:

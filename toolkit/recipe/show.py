@@ -7,6 +7,7 @@ kept, so that it cannot say something else than what was asked for.
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from toolkit.common import UserError
+from toolkit.files import write_new
 from toolkit.recipe.base import Section
 from toolkit.recipe.compose import Composed, compose_recipe
 from toolkit.recipe.dotted import inline
@@ -230,11 +232,18 @@ def write_diff(parent: str, overrides: Sequence[str], name: str, folder: str | P
     for group, option in chosen.items():
         content[group] = {"option": option, **values.pop(group)} if group in values else option
     content |= values
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120), encoding="utf-8")
-    again = load(name, folder=own).recipe
-    if again.model_dump(exclude={"description"}) != recipe.model_dump(exclude={"description"}):
-        file.unlink()
+    try:
+        write_new(file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120))
+    except FileExistsError:
+        raise _exists(file) from None
+    same = False
+    try:
+        again = load(name, folder=own).recipe
+        same = again.model_dump(exclude={"description"}) == recipe.model_dump(exclude={"description"})
+    finally:
+        if not same:
+            file.unlink()
+    if not same:
         raise UserError(
             "a file that extends a recipe cannot take keys out of one of its mappings",
             f"copy {wanted.file} by hand and edit it; nothing was written",
@@ -247,13 +256,17 @@ def _is_other_data(wanted: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
     return wanted["sources"] != base["sources"] and inherited(base) | {"sources": wanted["sources"]} == wanted
 
 
+def _exists(file: Path) -> UserError:
+    return UserError(f"{file} exists already", "choose another name; nothing was written")
+
+
 def _check_place(name: str, file: Path, parent: Composed, folders: Sequence[Path]) -> None:
     parts = name.split("/")
     if not NAME.fullmatch(name) or parts[-1].startswith("_") or any(part in sections() for part in parts[:-1]):
         allowed = "letters, digits, _ - . and /, no leading _, and no folder named like a section"
         raise UserError(f"{name!r} cannot name a recipe", f"use {allowed}")
-    if file.exists():
-        raise UserError(f"{file} exists already", "choose another name; nothing was written")
+    if os.path.lexists(file):
+        raise _exists(file)
     if parts[-1] == parent.file.stem:
         raise UserError(f"a recipe named {parts[-1]} cannot extend {parent.name}", "choose another name")
     beside = parent.file.parent

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:] if arguments is None else arguments
         refuse_flags(arguments)
         options, rest = parser.parse_known_args(arguments)
-        start_logging(options, first=world.rank == 0, outlives_disk=True)
+        start_logging(options, first=world.rank == 0)
         loaded = as_begun(load_checked(*split_arguments(rest), options.recipes))
         if world.rank == 0:
             warn(loaded.warnings)
