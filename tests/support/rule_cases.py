@@ -273,6 +273,8 @@ CASES = [
     ("output-name", ["output.name=../elsewhere"], ["output={dir: ../elsewhere, name: run}"]),
     ("output-name", ["output.name=/tmp/run"], ["output.name=run"]),
     ("output-name", ["output.name=."], ["output.name=run"]),
+    ("output-too-long", [f"output.name={'x' * 300}"], ["output.name=run"]),
+    ("output-too-long", [f"output.dir={'x' * 300}"], ["output.dir=runs"]),
     ("strategy-keys", ["strategy.reduce_bucket_size=5"], ["~strategy.reduce_bucket_size"]),
     ("strategy-keys", ["strategy.offload_optimizer=cpu"], ["strategy.name=zero2"]),
     ("strategy-keys", ["strategy.name=single", "strategy.offload_param=cpu"], ["strategy.name=fsdp"]),

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from toolkit.files import not_writable
+from toolkit.files import not_writable, too_long
 
 
 def count(text: str, least: int = 0, most: int = sys.maxsize) -> int:
@@ -32,7 +32,8 @@ def port(text: str) -> int:
 def new_file(text: str) -> Path:
     """A file that can be written, in a folder that need not be there: what goes into it may take minutes to find."""
     file = Path(os.path.expanduser(text))
-    if reason := f"{file} is a folder" if file.is_dir() else not_writable(file.parent):
+    reason = f"{file} is a folder" if os.path.isdir(file) else not_writable(file if too_long(file) else file.parent)
+    if reason:
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
     return file
 
