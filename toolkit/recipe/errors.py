@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from toolkit.common import UserError
 from toolkit.recipe.base import SHELL_VARIABLE, Section
 from toolkit.recipe.dotted import inline, typed
-from toolkit.recipe.other_tools import habit, moved, translation
+from toolkit.recipe.other_tools import habit, is_accepted, moved, translation
 from toolkit.recipe.problem import UNKNOWN_KEY, Problem, on_a_screen
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 from toolkit.recipe.spelling import did_you_mean, unquoted
@@ -196,8 +196,10 @@ def _problem(
         return Problem(path, "is required", where, hint=f"set {path}, e.g. {path}=… on the command line")
     section = _section_at(location)
     if section and not isinstance(given, Mapping) and kind not in _TEXT_KINDS:
-        hint = _section_hint(path, section, None if filled else given, shown, texts)
-        return Problem(path, "must be a section", where, shown, ", ".join(section.model_fields), hint)
+        switch = is_accepted(path, True)  # `rewards.numeric: true`
+        hint = f"write {path}: true" if switch else _section_hint(path, section, None if filled else given, shown, texts)
+        allowed = ", ".join(section.model_fields) + (" below it, or true for their defaults, or false" if switch else "")
+        return Problem(path, "must be a section", where, shown, allowed, hint)
     allowed = " or ".join(dict.fromkeys(_allowed(one) for one, _ in findings))
     kinds = {one["type"] for one, _ in findings}
     choices = literals(*location) if "literal_error" in kinds else []
@@ -317,6 +319,8 @@ def _change(
     """What to write instead of a value of a wrong kind."""
     if kinds & _TEXT_KINDS:
         return _text_change(path, kinds, ", ".join(filled) or str(given))
+    if given is None and filled:
+        return f"set what {filled[0]} stands for, or write the value itself"
     if filled and kinds & _NUMBERS:
         return "a variable is text; write ${oc.decode:${oc.env:NAME}} to read it as a number or true/false"
     if filled and kinds == {"list_type"}:
