@@ -122,6 +122,12 @@ def test_defaults_that_lead_nowhere(text: str, words: list[str]) -> None:
         ("rewards: {numeric: or}\n", ["tolerance, tag below it, or true for their", "write rewards.numeric: true"]),
         ("rewards: {language: true}\n", ["allowed  weight, code\n", "write rewards.language: {code: true}"]),
         ("batch: {seq_len: '${batch.tokens_per_step}'}\n", ["set what ${batch.tokens_per_step} stands for"]),
+        # A section whose name is misspelt, or another tool's.
+        ("metod: {name: lora, r: 3}\n", ["did you mean `method`?"]),
+        ("Batch: {Seq_Len: 64, global_batch_size: 3}\n", ["did you mean `batch`?"]),
+        ("\u043eptimizer: {name: sgd, learning_rate: 1e-4}\n", ["did you mean `optimizer`?"]),
+        ("scheduler: {max_steps: 3}\n", ["did you mean `schedule`?"]),
+        ("optim: {name: sgd}\n", ["did you mean `optimizer`?"]),
         ("seqlen: 5\n", ["did you mean `batch.seq_len`"]),
         ("batch: {seqlen: 5}\n", ["batch.seqlen: unknown key", "did you mean `batch.seq_len`"]),
         ("x: {y: {z: 1}}\n", ["x: unknown key", "{y: {z: 1}}"]),

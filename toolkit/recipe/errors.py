@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from toolkit.common import UserError
 from toolkit.recipe.base import SHELL_VARIABLE, Section
 from toolkit.recipe.dotted import inline, typed
+from toolkit.recipe.other_names import PLACES
 from toolkit.recipe.other_tools import habit, is_accepted, moved, translation
 from toolkit.recipe.problem import UNKNOWN_KEY, Problem, on_a_screen
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
@@ -252,12 +253,22 @@ def _unknown_key(path: str, location: list[Any], value: Any, given: str, where: 
         hint = f"`{key}` stands at the top of a recipe, not below {prefix}"
     elif prefix and key in _MAIN_KEYS and not close and section.main_key:
         hint = f"write {prefix}.{section.main_key}: {f'[{given}]' if section.main_key == 'sources' else given}"
-    if key not in places or not prefix:
+    if not prefix and isinstance(value, Mapping) and (meant := _misspelt_section(key, value)):
+        hint = f"did you mean `{meant}`?"
+    elif key not in places or not prefix:
         hint = translation(key, value, given) or hint
     hint = hint or f"remove it; `toolkit schema --markdown` lists the keys{f' of {prefix}' if prefix else ''}"
     if key == prefix:
         hint = f"these keys stand below `{key}:` already; remove that line"
     return Problem(path, UNKNOWN_KEY, where, given, ", ".join(section.model_fields), hint)
+
+
+def _misspelt_section(key: str, value: Mapping[str, Any]) -> str:
+    """The section whose name an unknown key is a slip of, or another tool's word for, among those that have all the keys
+    below it; empty if there is none."""
+    fits = [name for name, section in sections().items() if {each.lower() for each in value} <= {*section.model_fields}]
+    elsewhere = PLACES.get(key, "").partition(".")[0]
+    return did_you_mean(key, fits) or (elsewhere if elsewhere in fits else "") if value else ""
 
 
 def _kind_at(location: Iterable[Any]) -> Any:
