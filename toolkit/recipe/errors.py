@@ -197,9 +197,10 @@ def _problem(
         return Problem(path, "is required", where, hint=f"set {path}, e.g. {path}=… on the command line")
     section = _section_at(location)
     if section and not isinstance(given, Mapping) and kind not in _TEXT_KINDS:
-        switch = is_accepted(path, True)  # `rewards.numeric: true`
-        hint = f"write {path}: true" if switch else _section_hint(path, section, None if filled else given, shown, texts)
-        allowed = ", ".join(section.model_fields) + (" below it, or true for their defaults, or false" if switch else "")
+        allowed = ", ".join(section.model_fields)
+        hint = _section_hint(path, section, None if filled else given, shown, texts)
+        if is_accepted(path, True):  # `rewards.numeric: true`
+            allowed, hint = f"{allowed} below it, or true for their defaults, or false", f"write {path}: true"
         return Problem(path, "must be a section", where, shown, allowed, hint)
     allowed = " or ".join(dict.fromkeys(_allowed(one) for one, _ in findings))
     kinds = {one["type"] for one, _ in findings}
@@ -264,8 +265,8 @@ def _unknown_key(path: str, location: list[Any], value: Any, given: str, where: 
 
 
 def _misspelt_section(key: str, value: Mapping[str, Any]) -> str:
-    """The section whose name an unknown key is a slip of, or another tool's word for, among those that have all the keys
-    below it; empty if there is none."""
+    """The section whose name an unknown key is a slip of, or another tool's word for, among those that have all the
+    keys below it; empty if there is none."""
     fits = [name for name, section in sections().items() if {each.lower() for each in value} <= {*section.model_fields}]
     elsewhere = PLACES.get(key, "").partition(".")[0]
     return did_you_mean(key, fits) or (elsewhere if elsewhere in fits else "") if value else ""
