@@ -98,7 +98,7 @@ def _check_processes(recipe: Recipe, world: World, environment: Mapping[str, str
 def _check_partitions(recipe: Recipe, world: World, taken_over: Mapping[str, Any]) -> None:
     """Refuses groups that DeepSpeed asserts only once it holds the model."""
     key, processes = "zero_optimization.zero_hpz_partition_size", world.world_size
-    size = (flat(recipe.extra.deepspeed) | taken_over).get(key)
+    size = (flat(recipe.extra.deepspeed) | dict(taken_over)).get(key)
     if size and processes % min(size, processes):
         sizes = [part for part in range(1, processes + 1) if processes % part == 0]
         raise UserError(

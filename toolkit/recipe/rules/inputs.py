@@ -153,15 +153,18 @@ INPUT_RULES = {
         "model.path names a GGUF file already",
         "remove model.gguf_file, or set model.path to the folder",
     ),
-    **{
-        f"gguf-part-{key}": Rule(
-            f"model.{key}",
-            lambda r, _, key=key: is_gguf_part(getattr(r.model, key)),
-            GGUF_PART,
-            f"join them with `llama-gguf-split --merge FIRST WHOLE`, and set model.{key} to that",
-        )
-        for key in ("path", "gguf_file")
-    },
+    "gguf-part-path": Rule(
+        "model.path",
+        lambda r, _: is_gguf_part(r.model.path),
+        GGUF_PART,
+        "join them with `llama-gguf-split --merge FIRST WHOLE`, and set model.path to that",
+    ),
+    "gguf-part-gguf_file": Rule(
+        "model.gguf_file",
+        lambda r, _: is_gguf_part(r.model.gguf_file),
+        GGUF_PART,
+        "join them with `llama-gguf-split --merge FIRST WHOLE`, and set model.gguf_file to that",
+    ),
     "gguf-file": Rule(
         "model.gguf_file",
         lambda r, _: (
