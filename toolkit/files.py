@@ -133,9 +133,21 @@ def write_json_lines(file: Path, rows: Iterable[Any]) -> None:
     write_atomically(file, "".join(as_json(row) + "\n" for row in rows))
 
 
+def too_long(path: Path) -> bool:
+    """Whether a path, or a name in it, is longer than its file system takes. `lexists` says only that nothing is there,
+    and `Path.exists` fails."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return error.errno == errno.ENAMETOOLONG
+    return False
+
+
 def not_writable(folder: Path) -> str:
     """Why nothing can be written into a folder, which need not be there yet, for a sentence about what would be; empty
     where it can. Asked before work is done whose results would be lost."""
+    if too_long(folder):
+        return "its path, or a name in it, is longer than this file system takes"
     nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if os.path.islink(nearest) and not os.path.exists(nearest):
         return f"{nearest} is a link to {os.readlink(nearest)}, which is not there"

@@ -57,7 +57,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 ) -> None:
     Path("taken").touch()
     Path("folder").mkdir()
-    for file, reason in (("taken/new/page", f"{Path.cwd()}/taken is no folder"), ("folder", "folder is a folder")):
+    long = "x" * 300
+    for file, reason in (
+        ("taken/new/page", f"{Path.cwd()}/taken is no folder"),
+        ("folder", "folder is a folder"),
+        (long, "its path, or a name in it, is longer than this file system takes"),
+        (f"{long}/page", "its path, or a name in it, is longer than this file system takes"),
+    ):
         with pytest.raises(SystemExit) as ended:
             main([*typed.split(), file])
         assert ended.value.code == 2 and f"{file} cannot be written: {reason}" in capsys.readouterr().err

@@ -278,6 +278,10 @@ def test_relative_mistyped_file_is_not_taken_for_a_hub_id(tmp_path: Path, monkey
     write_jsonl(tmp_path / "data" / "train.jsonl", [{}])
     assert "did you mean `data/train.jsonl`" in refused("data/train.jsonnl")
     assert "does not exist" in refused("train.jsonl")
+    # In a folder that has no `data`, such as one beside it, too.
+    for named in ("elsewhere/train.jsonl", "elsewhere/train.csv.gz"):
+        assert "there is no folder `elsewhere`" in refused(named)
+    assert isinstance(open_source(Source(path="elsewhere/train.jsonl", revision="main")), sources._Hub)
 
 
 def test_unreachable_hub_data_set_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:

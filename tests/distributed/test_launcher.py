@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -312,6 +313,21 @@ def test_flags_and_file_are_told_together(tmp_path: Path) -> None:
     assert check_launch(recipe("ddp"), World(), {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}) == Launch(
         (), {}, str(file)
     )
+
+
+def test_processes_that_do_not_divide_into_groups_of_parameters_are_refused(tmp_path: Path) -> None:
+    """DeepSpeed asserts it only when the model is loaded; a group of more processes than there are is one of all."""
+    file = tmp_path / "zero3.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}')
+    by_file = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    by_recipe = recipe("zero3", extra={"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 4}}})
+    for processes, made, variables in itertools.product((2, 4, 6, 8), (by_recipe, recipe("zero3")), ({}, by_file)):
+        made, world = made.with_values({"batch.global_batch_size": 24}), World(0, 0, processes, processes)
+        if processes == 6 and (made.extra.deepspeed or variables):
+            error = refused(made, variables, world)
+            assert "6 processes do not divide into groups of 4" in str(error) and "1, 2, 3, 6" in str(error.change)
+        else:
+            check_launch(made, world, variables)
 
 
 def test_variables_left_in_a_shell_are_named_to_be_unset() -> None:

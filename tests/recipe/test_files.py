@@ -117,7 +117,7 @@ def test_what_is_no_file_is_not_waited_for(kind: str) -> None:
 def test_a_link_that_leads_to_itself_is_refused(name: str) -> None:
     write("mine", BASE)
     Path("recipes/endless.yaml").symlink_to("endless.yaml")
-    with pytest.raises(UserError, match=r"cannot look at|there is no such file"):
+    with pytest.raises(UserError, match=r"is a link to endless\.yaml, where no file is|there is no such file"):
         load_checked(name)
 
 
@@ -200,3 +200,30 @@ def test_what_no_library_was_written_for_is_a_problem_too(text: str, override: s
     write("hostile", BASE + text)
     with pytest.raises(RecipeError, match=words):
         load_checked("hostile", [override])
+
+
+def test_a_link_that_leads_nowhere_is_named_whatever_reads_it() -> None:
+    """Its name is in the folder, so no other one can be meant."""
+    write("parent", "defaults: gone\n")
+    write("chooses", f"{BASE}method: gone\n")
+    for link in ("gone", "method/gone", "looped"):
+        file = Path("recipes", f"{link}.yaml")
+        file.parent.mkdir(exist_ok=True)
+        file.symlink_to(file.name if link == "looped" else "removed.yaml")
+    for recipe in ("gone", "parent", "chooses", "looped"):
+        with pytest.raises(RecipeError, match=r"is a link to (removed|looped)\.yaml, where no file is"):
+            load(recipe)
+
+
+@pytest.mark.parametrize(
+    ("written", "change"),
+    [
+        ("smollm2_135m_lora.yaml", "write `smollm2_135m_lora`"),
+        ("../recipes/smollm2_135m_lora.yaml", "write `smollm2_135m_lora`"),
+        ("../elsewhere/theirs", "copy it beside this one"),
+    ],
+)
+def test_the_bare_name_of_a_recipe_extended_by_its_path_is_told(written: str, change: str) -> None:
+    write("child", f"defaults: {written}\n")
+    with pytest.raises(RecipeError, match=rf"cannot be extended: recipes beside it(.*\n)+    change   {change}"):
+        load("child")

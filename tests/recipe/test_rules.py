@@ -68,7 +68,14 @@ def _populate() -> None:
     for name in ("adapter", "both", "runs/adapted/final"):
         Path(name).mkdir(parents=True)
         Path(name, "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}')
-    for file in ("runs/adapted/manifest.json", "m.gguf", "existing/own.gguf", "bare/own.gguf", "own.jinja"):
+    for file in (
+        "runs/adapted/manifest.json",
+        "m.gguf",
+        "m-00001-of-00003.gguf",
+        "existing/own.gguf",
+        "bare/own.gguf",
+        "own.jinja",
+    ):
         Path(file).touch()
     vocabulary = {str(number): number for number in range(49_160)}
     for name, model, added in (

@@ -45,6 +45,12 @@ LOCAL = each("model.path", "builtin:x x.gguf .")
 
 # Rule, what all its recipes have, what breaks it beside that, and what does not.
 EDGES: list[tuple[str, str, list[str], list[str]]] = [
+    (
+        "gguf-part-gguf_file",
+        "model.path=a/b",
+        each("model.gguf_file", "m-00002-of-00003.gguf q4/m-00001-of-00010.gguf"),
+        each("model.gguf_file", "m-00001-of-00001.gguf m-1-of-2.gguf m-00001-of-00003.gguf.gguf"),
+    ),
     ("model-no-folder", "", each("model.path", "./m ../m /m a/b/c m.gguf a/m.gguf"), each("model.path", "m a/b .")),
     ("model-no-folder", "", [r"model.path='a\\b'"], ["model.path=builtin:a/b/c"]),
     ("model-no-folder", "", ["model.path=nope/", "model.path='a b'", "model.path=a/b/"], ["model.path=a-b/c.d_1"]),

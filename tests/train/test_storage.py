@@ -114,6 +114,7 @@ def test_a_place_that_takes_no_folder_is_told_with_the_reason(place: Path) -> No
     for output, reason in (
         (Path("/proc/new"), "no file can be made in /proc"),
         (place / "link" / "new", "link is a link to gone, which is not there"),
+        (place / ("n" * 300), "a name in it, is longer than this file system takes"),
     ):
         with pytest.raises(UserError, match=f"{output} cannot be written: .*{reason}"):
             check_new(output, "--output")

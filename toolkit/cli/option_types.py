@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from toolkit.files import is_stream, not_writable
+from toolkit.files import is_stream, not_writable, too_long
 
 
 def count(text: str, least: int = 0, most: int = sys.maxsize) -> int:
@@ -32,7 +32,9 @@ def port(text: str) -> int:
 def new_file(text: str) -> Path:
     """A file that can be written, in a folder that need not be there: what goes into it may take minutes to find."""
     file = Path(os.path.expanduser(text))
-    if is_stream(file):
+    if too_long(file):
+        reason = not_writable(file)
+    elif is_stream(file):
         reason = "" if os.access(file, os.W_OK) else f"{file} is read-only, or another user's"
     else:
         reason = f"{file} is a folder" if file.is_dir() else not_writable(Path(os.path.realpath(file)).parent)

@@ -256,7 +256,7 @@ def _local_files(source: Source) -> list[Path] | None:
     elif glob.has_magic(source.path):
         candidates = [Path(p) for p in glob.glob(str(path), recursive=True)]
         root = Path(re.split(r"[*?[]", str(path), maxsplit=1)[0]).parent
-    elif _names_hub_data(source.path, path):
+    elif _names_hub_data(source, path):
         return None
     else:
         raise _missing(source, path)
@@ -367,11 +367,14 @@ def split_of(name: str) -> str | None:
     return next((split for split, aliases in SPLITS.items() if aliases & parts), None)
 
 
-def _names_hub_data(name: str, path: Path) -> bool:
+def _names_hub_data(source: Source, path: Path) -> bool:
     """Whether a path where nothing is can be the id of a hub data set, and not a mistyped file."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name):
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source.path):
         return False
-    return readers.kind(path) is None if len(path.parts) == 1 else not path.parent.is_dir()
+    # `data/train.jsonl` is a file wherever one stands; only the hub's data have names and revisions.
+    if readers.kind(path) is not None and (len(path.parts) == 1 or not (source.name or source.revision)):
+        return False
+    return len(path.parts) == 1 or not path.parent.is_dir()
 
 
 def _missing(source: Source, path: Path) -> UserError:
@@ -384,7 +387,8 @@ def _missing(source: Source, path: Path) -> UserError:
         )
     message = f"data source `{source.path}` does not exist"
     if not path.parent.is_dir():
-        return UserError(f"{message}: there is no folder `{path.parent}`", "check `path` in `data.sources`")
+        hub = "; one of the hub that is called so needs its `revision`" if readers.kind(path) else ""
+        return UserError(f"{message}: there is no folder `{path.parent}`", f"check `path` in `data.sources`{hub}")
     entries = sorted(p.name for p in path.parent.iterdir())
     if near := difflib.get_close_matches(path.name, entries, n=1):
         return UserError(message, f"did you mean `{path.parent / near[0]}`?")

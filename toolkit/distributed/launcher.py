@@ -19,6 +19,7 @@ from toolkit.distributed.engines import fsdp_mesh
 from toolkit.distributed.launcher_flags import Difference, engine_differences, text_of, variable_differences
 from toolkit.distributed.layout import World, batch_layout
 from toolkit.recipe import Recipe
+from toolkit.recipe.libraries import flat
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str]) -
         differences += of_file
     if recipe.strategy.zero_stage == 3 and (classes := environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")):
         taken_over["zero_optimization.leaf_module.classes"] = classes.split(",")
+    _check_partitions(recipe, world, taken_over)
     if refused := [difference for difference in differences if difference.recipe]:
         what = str(refused[0])
         if len(refused) > 1:
@@ -90,6 +92,18 @@ def _check_processes(recipe: Recipe, world: World, environment: Mapping[str, str
             "accelerate launch was asked for several processes and started one",
             "add --multi_gpu, which starts all of them without GPUs too, or use `toolkit launch`; for one process say "
             "--num_processes 1, and `unset MASTER_ADDR` if it is left over",
+        )
+
+
+def _check_partitions(recipe: Recipe, world: World, taken_over: Mapping[str, Any]) -> None:
+    """Refuses groups that DeepSpeed asserts only once it holds the model."""
+    key, processes = "zero_optimization.zero_hpz_partition_size", world.world_size
+    size = (flat(recipe.extra.deepspeed) | dict(taken_over)).get(key)
+    if size and processes % min(size, processes):
+        sizes = [part for part in range(1, processes + 1) if processes % part == 0]
+        raise UserError(
+            f"{key}={size}: {processes} processes do not divide into groups of {size}",
+            f"set it to one of {', '.join(map(str, sizes))}, or start a multiple of {size} processes",
         )
 
 

@@ -29,7 +29,6 @@ from toolkit.recipe.errors import (
     from_validation_error,
 )
 from toolkit.recipe.files import (
-    INTERPOLATION,
     NAME,
     Read,
     find,
@@ -44,6 +43,7 @@ from toolkit.recipe.files import (
 )
 from toolkit.recipe.overrides import inherited, parse, replaced, section_word
 from toolkit.recipe.schema import Recipe, sections
+from toolkit.recipe.slips import INTERPOLATION
 from toolkit.recipe.spelling import did_you_mean
 
 _ENTRY_FORMS = "NAME of a recipe, `GROUP: OPTION`, `override /GROUP: OPTION`, `_self_`"
@@ -310,20 +310,20 @@ class _Walk:
         return None
 
     def _parent(self, name: str, place: str, around: list[Path]) -> Path | None:
-        if not NAME.fullmatch(name) or "/" in name:
-            inside = "recipes of the same folder, of the recipes folder itself, and shipped ones, by their bare name"
-            self._problem("defaults", "cannot be extended", place, name, inside)
-            return None
-        file = locate(name, self.search)
-        if file is None:
-            known = [file.stem for root in self.search for file in root.glob("*.yaml")]
-            close = self._group_of(name) or did_you_mean(name, known)
-            hint = f"did you mean `{close}`?" if close else "`toolkit ls` lists all recipes"
-            self._problem("defaults", "there is no such recipe", place, name, hint=hint)
-        elif file in around:
+        bare = name.rpartition("/")[2].removesuffix(".yaml")
+        file = locate(name, self.search) if name == bare and NAME.fullmatch(name) else None
+        if file in around:
             hint = "a recipe cannot extend itself; give one of them another name"
             self._problem("defaults", f"leads back to {short(file)}", place, name, hint=hint)
             return None
+        if file is None:
+            known = [file.stem for root in self.search for file in root.glob("*.yaml")]
+            close = self._group_of(name) or did_you_mean(bare, known)
+            what, hint = "there is no such recipe", f"did you mean `{close}`?" if close else "`toolkit ls` lists all"
+            if name != bare:
+                what = "cannot be extended: recipes beside it, in the recipes folder and shipped ones can, by bare name"
+                hint = f"write `{close}`" if close else "copy it beside this one"
+            self._problem("defaults", what, place, name, hint=hint)
         return file
 
     def _group_of(self, name: str) -> str:
@@ -333,7 +333,7 @@ class _Walk:
     def _choose(self, group: str, option: str | None, place: str, file: Path, around: list[Path]) -> None:
         first = self.choices.get(group)
         if option is not None and not NAME.fullmatch(option):
-            self._problem(group, "is not the name of an option", place, option)
+            self._problem(group, "is not the name of an option", place, option, ", ".join(options(group, self.search)))
         elif first is None:
             self.choices[group] = _Choice(option, place, file)
         elif not self._is_outer(first, around):

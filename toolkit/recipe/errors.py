@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from toolkit.common import UserError
 from toolkit.recipe.base import SHELL_VARIABLE, Section
 from toolkit.recipe.dotted import inline, typed
-from toolkit.recipe.other_tools import habit, moved, translation
+from toolkit.recipe.other_names import PLACES
+from toolkit.recipe.other_tools import habit, is_accepted, moved, translation
 from toolkit.recipe.problem import UNKNOWN_KEY, Problem, on_a_screen
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 from toolkit.recipe.spelling import did_you_mean, unquoted
@@ -196,8 +197,11 @@ def _problem(
         return Problem(path, "is required", where, hint=f"set {path}, e.g. {path}=… on the command line")
     section = _section_at(location)
     if section and not isinstance(given, Mapping) and kind not in _TEXT_KINDS:
+        allowed = ", ".join(section.model_fields)
         hint = _section_hint(path, section, None if filled else given, shown, texts)
-        return Problem(path, "must be a section", where, shown, ", ".join(section.model_fields), hint)
+        if is_accepted(path, True):  # `rewards.numeric: true`
+            allowed, hint = f"{allowed} below it, or true for their defaults, or false", f"write {path}: true"
+        return Problem(path, "must be a section", where, shown, allowed, hint)
     allowed = " or ".join(dict.fromkeys(_allowed(one) for one, _ in findings))
     kinds = {one["type"] for one, _ in findings}
     choices = literals(*location) if "literal_error" in kinds else []
@@ -250,12 +254,22 @@ def _unknown_key(path: str, location: list[Any], value: Any, given: str, where: 
         hint = f"`{key}` stands at the top of a recipe, not below {prefix}"
     elif prefix and key in _MAIN_KEYS and not close and section.main_key:
         hint = f"write {prefix}.{section.main_key}: {f'[{given}]' if section.main_key == 'sources' else given}"
-    if key not in places or not prefix:
+    if not prefix and isinstance(value, Mapping) and (meant := _misspelt_section(key, value)):
+        hint = f"did you mean `{meant}`?"
+    elif key not in places or not prefix:
         hint = translation(key, value, given) or hint
     hint = hint or f"remove it; `toolkit schema --markdown` lists the keys{f' of {prefix}' if prefix else ''}"
     if key == prefix:
         hint = f"these keys stand below `{key}:` already; remove that line"
     return Problem(path, UNKNOWN_KEY, where, given, ", ".join(section.model_fields), hint)
+
+
+def _misspelt_section(key: str, value: Mapping[str, Any]) -> str:
+    """The section whose name an unknown key is a slip of, or another tool's word for, among those that have all the
+    keys below it; empty if there is none."""
+    fits = [name for name, section in sections().items() if {each.lower() for each in value} <= {*section.model_fields}]
+    elsewhere = PLACES.get(key, "").partition(".")[0]
+    return did_you_mean(key, fits) or (elsewhere if elsewhere in fits else "") if value else ""
 
 
 def _kind_at(location: Iterable[Any]) -> Any:
@@ -317,6 +331,8 @@ def _change(
     """What to write instead of a value of a wrong kind."""
     if kinds & _TEXT_KINDS:
         return _text_change(path, kinds, ", ".join(filled) or str(given))
+    if given is None and filled:
+        return f"set what {filled[0]} stands for, or write the value itself"
     if filled and kinds & _NUMBERS:
         return "a variable is text; write ${oc.decode:${oc.env:NAME}} to read it as a number or true/false"
     if filled and kinds == {"list_type"}:

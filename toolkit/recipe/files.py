@@ -7,33 +7,30 @@ PyYAML's nodes know their lines and OmegaConf reads the values, so a file is rea
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf, grammar_parser
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.recipe.dotted import inline
 from toolkit.recipe.errors import Origins, RecipeError
 from toolkit.recipe.problem import UNKNOWN_KEY, Problem
 from toolkit.recipe.schema import sections
+from toolkit.recipe.slips import plainly, size, slips
 from toolkit.recipe.spelling import did_you_mean
 
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*")
-_PLAIN = ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")
-_PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in _PLAIN}
 EXTENDS = (
     *("extends", "extend", "inherits", "inherit", "inherits_from", "inherit_from", "parent", "parents", "base"),
     *("_base_", "base_recipe", "base_config", "based_on", "from", "include", "includes", "import", "imports"),
 )
 """What others call `defaults`."""
-_TEXT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge", "tag:yaml.org,2002:timestamp"}
 
 
 def shipped_recipes() -> Path:
@@ -123,7 +120,8 @@ def search_order(file: Path, folders: list[Path]) -> list[Path]:
 
 def locate(path: str, search: Iterable[Path]) -> Path | None:
     """The first file that a name such as `_chat` or `model/gpt2` means."""
-    return next((file for root in search if (file := root / f"{path}.yaml").is_file()), None)
+    # Also a link that leads nowhere, which is said when it is read.
+    return next((file for root in search if os.path.lexists(file := root / f"{path}.yaml")), None)
 
 
 def short(file: Path) -> str:
@@ -186,13 +184,18 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         result.problems.append(Problem(path, what, place, hint=hint))
 
     def not_yaml(error: yaml.YAMLError, text: str) -> None:
-        mark = getattr(error, "problem_mark", None)
+        # What is not closed, or has no colon, is noticed only behind it.
+        begun = re.search("stream|expected ':'", str(getattr(error, "problem", None)))
+        mark = getattr(error, "context_mark" if begun else "problem_mark", None)
         position = getattr(error, "position", None)
         line = mark.line if mark else None if position is None else text[:position].count("\n")
-        problem(f"is not valid YAML: {_plainly(error)}", None if line is None else line + 1, hint="correct that line")
+        problem(f"is not valid YAML: {plainly(error)}", None if line is None else line + 1, hint="correct that line")
 
     if folders is not None and not _inside(file, folders):
         problem(f"leads outside the recipe folders, to {_real(file)}", hint="copy the file instead of linking it")
+        return result
+    if file.is_symlink() and not file.exists():
+        problem(f"is a link to {file.readlink()}, where no file is", hint="put that file back, or remove the link")
         return result
     if file.exists() and not file.is_file():
         problem("is no file, but a folder, a pipe or a device", hint="write the recipe into a file")
@@ -214,9 +217,9 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
     except RecursionError:
         problem("is nested too deep to be read", hint="look for brackets that are not closed")
         return result
-    if node is not None and (size := _size(node, {})) > _MOST_VALUES:
+    if node is not None and (count := size(node, {})) > _MOST_VALUES:
         hint = "for many files name their folder, or a pattern such as data/*.jsonl; write out what aliases repeat"
-        problem(f"holds {size:.3g} keys and values, aliases written out; {_MOST_VALUES:,} are the most", hint=hint)
+        problem(f"holds {count:.3g} keys and values, aliases written out; {_MOST_VALUES:,} are the most", hint=hint)
         return result
     if not isinstance(node, yaml.MappingNode):
         what = "is empty" if node is None else "must be a mapping of keys"
@@ -226,7 +229,7 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         return result
     if re.match(r"#\s*@package\b", text):
         problem("`@package` would move the keys elsewhere", 1, hint="remove this line")
-    for place, key, what, hint in _slips(node, "", []):
+    for place, key, what, hint in slips(node, "", []):
         problem(what, place.start_mark.line + 1, key, hint)
     for key, _ in node.value:
         if key.value == "hydra":
@@ -312,84 +315,6 @@ def first_lines(error: Exception) -> str:
     return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "Set the environment")))
 
 
-INTERPOLATION = (
-    "write ${section.key} for another value, ${oc.env:NAME} for an environment variable, \\${ for the characters"
-)
-DEEPEST = 20
-"""Levels of nesting; no key of a recipe or of a library needs a quarter of them."""
-
-
 _LARGEST = 256 * 1024
 """Bytes of a file; shipped recipes have some thousands."""
 _MOST_VALUES = 10_000
-
-
-def _size(node: yaml.Node, known: dict[int, int]) -> int:
-    """Keys and values of a node if its aliases were written out, each part counted once."""
-    if id(node) not in known:
-        known[id(node)] = 1  # Until it is counted, for an alias that leads to a part around it.
-        parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
-        inside = () if isinstance(node, yaml.ScalarNode) else parts
-        known[id(node)] += sum(_size(part, known) for part in inside)
-    return known[id(node)]
-
-
-def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tuple[yaml.Node, str, str, str]]:
-    """What YAML allows and a recipe does not, anywhere below a node."""
-    if node in around:
-        yield around[-1], path, "an alias leads to a part around it", "write the values out"
-        return
-    if len(around) == DEEPEST:
-        yield node, path.partition(".")[0], f"is nested more than {DEEPEST} levels deep", "close brackets sooner"
-        return
-    if isinstance(node, yaml.ScalarNode) and "${" in node.value:
-        try:
-            grammar_parser.parse(node.value)
-        except (OmegaConfBaseException, RecursionError):
-            yield node, path, f"{node.value} is no interpolation that can be read", INTERPOLATION
-    if node.tag not in _PLAIN_TAGS:
-        tag = node.tag.removeprefix("tag:yaml.org,2002:")
-        yield node, path, f"the YAML tag {tag} is not allowed", "write plain values"
-    if isinstance(node, yaml.MappingNode):
-        names: set[str] = set()
-        for key, value in node.value:
-            below = f"{path}.{key.value}" if path else str(key.value)
-            if not isinstance(key, yaml.ScalarNode):
-                yield key, path, "a list or a mapping stands where a key must", "write `key: value`"
-                continue
-            if not key.value:
-                yield key, path, "a key is empty", "write `key: value`"
-            elif key.tag not in _TEXT_TAGS:
-                yield key, path, f"the key {key.value!r} is not text", "write it in quotes"
-            elif "." in key.value and key.value.partition(".")[0] in _keys_below(path):
-                section, _, inside = key.value.rpartition(".")
-                given = value.value if isinstance(value, yaml.ScalarNode) else "…"
-                nested = f"{section.replace('.', ': {')}: {{{inside}: {given}}}" + "}" * section.count(".")
-                yield key, below, "dotted keys are for the command line", f"write {nested}"
-            elif key.value in names and key.value != "<<":
-                merge = f"write one `{below}:` with all its keys; a ready-made option is its key `option`"
-                yield key, below, "is given twice", merge if below in sections() else "remove one of them"
-            names.add(str(key.value))
-            yield from _slips(value, below, [*around, node])
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield from _slips(value, f"{path}.{index}", [*around, node])
-
-
-def _keys_below(path: str) -> Container[str]:
-    """The names that keys may have at the top of a recipe or in a section; none deeper."""
-    return sections()[path].model_fields if path in sections() else () if path else sections()
-
-
-def _plainly(error: yaml.YAMLError) -> str:
-    """PyYAML's message in the words of somebody who wrote the file."""
-    what = str(getattr(error, "problem", None) or error)
-    if "'\\t'" in what:
-        return "a tab; indent with spaces"
-    if "another document" in what:
-        return "a second document starts at this line (`---`); a file holds one"
-    if "but got '{'" in what:
-        return "a `{` where none can stand; within brackets put `${…}` in quotes"
-    if "mapping values are not allowed" in what:
-        return "a `:` where none can stand; check the indentation, or put text that holds a colon in quotes"
-    return what

@@ -29,10 +29,11 @@ from toolkit.recipe.base import Section
 from toolkit.recipe.compose import compose_recipe
 from toolkit.recipe.dotted import interpolated, parts, remove, value_at
 from toolkit.recipe.errors import ENOUGH, Origins, RecipeError, from_validation_error, origin_of
-from toolkit.recipe.files import INTERPOLATION, first_lines, read
+from toolkit.recipe.files import first_lines, read
 from toolkit.recipe.libraries import flat
 from toolkit.recipe.problem import Problem
 from toolkit.recipe.schema import Recipe, sections
+from toolkit.recipe.slips import INTERPOLATION
 
 
 @dataclass(frozen=True)

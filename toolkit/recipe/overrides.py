@@ -22,10 +22,11 @@ from hydra.errors import HydraException
 from toolkit.recipe import hydra_habits
 from toolkit.recipe.dotted import typed
 from toolkit.recipe.errors import COMMAND_LINE, RecipeError, literals
-from toolkit.recipe.files import DEEPEST, EXTENDS, NAME, locate, options, texts_of
+from toolkit.recipe.files import EXTENDS, NAME, locate, options, texts_of
 from toolkit.recipe.other_tools import habit, is_accepted, translation
 from toolkit.recipe.problem import UNKNOWN_KEY, Problem
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
+from toolkit.recipe.slips import DEEPEST
 from toolkit.recipe.spelling import did_you_mean
 
 _EITHER = (

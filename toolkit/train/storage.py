@@ -15,7 +15,7 @@ from filelock import Timeout
 
 from toolkit.cache import build_beside, locked
 from toolkit.common import UserError, bytes_text
-from toolkit.files import not_writable
+from toolkit.files import not_writable, too_long
 
 _STORAGE = {
     **{errno.ENOSPC: "its disk is full", errno.EDQUOT: "the quota of its disk is used up"},
@@ -72,7 +72,7 @@ def check_new(output: Path, key: str) -> None:
     """
     if os.path.lexists(output):
         raise UserError(f"{output} exists already", _name(key))
-    if reason := not_writable(output.parent):
+    if reason := not_writable(output if too_long(output) else output.parent):
         raise _refused(output, reason, key)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.recipe import model_configs
 from toolkit.recipe.distillation import DISTILLATION
 from toolkit.recipe.errors import Rule
-from toolkit.recipe.rules.inputs import is_local, no_folder
+from toolkit.recipe.rules.inputs import GGUF_PART, is_gguf_part, is_local, no_folder
 from toolkit.recipe.schema import Model, Recipe
 from toolkit.recipe.teaching import of_teacher
 
@@ -103,6 +103,12 @@ DISTILLATION_RULES = {
         lambda model, _: no_folder(model.path),
         "there is no such folder or file",
         f"set {_TEACHER}.path to a folder with config.json, a GGUF file, or the id of a model on the hub",
+    ),
+    "teacher-gguf-part": _of_teacher(
+        f"{_TEACHER}.path",
+        lambda model, _: is_gguf_part(model.path),
+        GGUF_PART,
+        f"join them with `llama-gguf-split --merge FIRST WHOLE`, and set {_TEACHER}.path to that",
     ),
     "teacher-is-adapter": _of_teacher(
         f"{_TEACHER}.path",

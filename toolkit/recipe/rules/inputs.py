@@ -27,6 +27,12 @@ def no_folder(path: str | None) -> bool:
     return bool(text) and local and not text.startswith("builtin:") and not Path(text).exists()
 
 
+def is_gguf_part(name: str | None) -> bool:
+    """Whether a GGUF file is one of several that hold a model, which llama.cpp tells by their names too."""
+    parts = re.search(r"-\d{5}-of-(\d{5})\.gguf$", name or "")
+    return parts is not None and int(parts[1]) > 1
+
+
 def _no_model(path: str) -> bool:
     """Whether a path means a file, and none that holds a model."""
     return Path(path).is_file() and not path.endswith(".gguf")
@@ -63,6 +69,8 @@ TEMPLATE_ARGUMENTS = {
     *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize"),
 }
 """Arguments of `apply_chat_template` that follow from the rows and from what they are used for."""
+
+GGUF_PART = "is one of the parts of a GGUF file, and Transformers reads no more than that one"
 
 INPUT_RULES = {
     "model-no-folder": Rule(
@@ -144,6 +152,18 @@ INPUT_RULES = {
         lambda r, _: r.model.path.endswith(".gguf") and r.model.gguf_file is not None,
         "model.path names a GGUF file already",
         "remove model.gguf_file, or set model.path to the folder",
+    ),
+    "gguf-part-path": Rule(
+        "model.path",
+        lambda r, _: is_gguf_part(r.model.path),
+        GGUF_PART,
+        "join them with `llama-gguf-split --merge FIRST WHOLE`, and set model.path to that",
+    ),
+    "gguf-part-gguf_file": Rule(
+        "model.gguf_file",
+        lambda r, _: is_gguf_part(r.model.gguf_file),
+        GGUF_PART,
+        "join them with `llama-gguf-split --merge FIRST WHOLE`, and set model.gguf_file to that",
     ),
     "gguf-file": Rule(
         "model.gguf_file",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from pathlib import Path, PurePath
 
+from toolkit.files import too_long
 from toolkit.recipe.embedding import COSENT, RANKING
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
@@ -42,6 +43,12 @@ def _judged_by_evaluations(key: str) -> Rule:
 def _inside(name: PurePath) -> bool:
     """Whether a folder of this name lies in another one, and is not that one itself."""
     return bool(name.parts) and not name.is_absolute() and ".." not in name.parts
+
+
+def _long_names(recipe: Recipe) -> list[str]:
+    """Keys of the output that are too long by themselves."""
+    names = {"output.dir": recipe.output.dir, "output.name": recipe.output.name or ""}
+    return [key for key, name in names.items() if too_long(Path(name))]
 
 
 RESULT_RULES = {
@@ -147,5 +154,12 @@ RESULT_RULES = {
         lambda r, _: r.output.name and not _inside(PurePath(r.output.name)),
         "the run folder must lie inside output.dir",
         "set output.dir for the place, and output.name to a name",
+    ),
+    "output-too-long": Rule(
+        "output",
+        lambda r, _: too_long(Path(r.output.dir, r.output.name or "")),
+        "the run folder's path, or a name in it, is longer than this file system takes",
+        "shorten output.name or output.dir",
+        keys=_long_names,
     ),
 }
