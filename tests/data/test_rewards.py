@@ -179,6 +179,21 @@ def test_a_reward_that_is_no_number_names_reward_row_and_value(result: str, said
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        "async def reward(completions, **columns):\n    return [1.0] * 3\n",
+        "async def one(text):\n    return 1.0\ndef reward(completions, **columns):\n    return [*map(one, completions)]\n",
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_reward_that_is_to_be_awaited_is_refused_without_a_warning_of_python(body: str, tmp_path: Path) -> None:
+    scorer = Scorer(own(tmp_path, body))
+    with pytest.raises(UserError, match="`async def` makes no scores until then") as caught:
+        scorer(asked())
+    assert "asyncio.run" in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "result", ["np.ones(3)", "torch.ones(3)", "[np.True_] * 3", "list(torch.ones(3))", "(1, 1, 1)"]
 )
 def test_scores_may_be_arrays_and_tensors(result: str, tmp_path: Path) -> None:

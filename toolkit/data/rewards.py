@@ -322,6 +322,13 @@ class Scorer:
             found = self._own(**columns)
         except (Exception, SystemExit) as error:  # Of a file that is a program, too.
             raise _wrong(name, answers[0], f"raises {in_a_line(error)}", "one of") from error
+        if unawaited := [each for each in (found if isinstance(found, list) else [found]) if inspect.iscoroutine(each)]:
+            for each in unawaited:
+                each.close()  # Python would warn of each that nothing awaits.
+            raise UserError(
+                f"the reward `{name}` returns what is to be awaited: `async def` makes no scores until then",
+                "write it with `def`, and call asyncio.run(…) in it where it has to wait",
+            )
         scores = found.tolist() if hasattr(found, "tolist") else found  # Of arrays and tensors.
         if not isinstance(scores, list | tuple):
             raise _wrong(name, answers[0], f"returns {_short(found)} for {len(answers)} answers, no list", "one of")
