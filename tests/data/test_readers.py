@@ -47,6 +47,20 @@ def test_every_kind_of_text_is_read_under_its_suffix(suffix: str, behind: str, t
         assert [row for _, row in read(path)] == (ROWS if suffix in CONTENT else [{"text": "One\n\ntwo"}])
 
 
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_a_map_with_a_key_twice_is_refused_by_its_row_and_type(in_a_list: bool, tmp_path: Path) -> None:
+    """As an object it would lose its first turn, and the rest would be trained."""
+    once, twice = [("user", "Hi"), ("assistant", "Hello")], [("user", "a"), ("assistant", "b"), ("user", "c")]
+    kind: pa.DataType = pa.map_(pa.string(), pa.string())
+    rows = [[once], [twice]] if in_a_list else [once, twice]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"messages": pa.array(rows, pa.list_(kind) if in_a_list else kind)}), path)
+    with pytest.raises(UserError, match="has a key twice") as caught:
+        list(read(path))
+    assert "rows.parquet row 2: `messages` is of Arrow's type" in caught.value.what
+    assert "map<string, string" in caught.value.what and "list of objects" in str(caught.value)
+
+
 def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     kind = pa.list_(pa.map_(pa.string(), pa.string()))

@@ -320,15 +320,21 @@ def _as_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[dict[str, A
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"`{path}` has two columns `{twice}`", "rename or remove one of them")
     try:
-        return batch.to_pylist(maps_as_pydicts="lossy")
-    except (ValueError, OverflowError):  # text that is not UTF-8, a date after the year 9999
+        return batch.to_pylist(maps_as_pydicts="strict")
+    except (ValueError, OverflowError, KeyError):  # text that is not UTF-8, a date after the year 9999, a key twice
         for number, name in itertools.product(range(batch.num_rows), names):
+            place = f"{path} row {before + number + 1}: `{name}`"
             try:
-                batch.column(name)[number].as_py()
+                batch.column(name)[number].as_py(maps_as_pydicts="strict")
+            except KeyError:
+                raise UserError(
+                    f"{place} is of Arrow's type {batch.schema.field(name).type}, and a map in it has a key twice: an "
+                    "object would lose one of its values",
+                    'write the column as a list of objects, such as [{"role": "user", "content": …}, …]',
+                ) from None
             except (ValueError, OverflowError) as error:
                 raise UserError(
-                    f"{path} row {before + number + 1}: `{name}` cannot be read: {error}",
-                    "correct the row, or write the file without this column",
+                    f"{place} cannot be read: {error}", "correct the row, or write the file without this column"
                 ) from None
         raise
 
