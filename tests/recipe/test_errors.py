@@ -111,7 +111,12 @@ def test_defaults_that_lead_nowhere(text: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("batch:\n  seq.len: ${seed}\n", ["seq.len: unknown key", "mine.yaml:3"]),
+        ("batch:\n  seq.len: ${seed}\n", ["seq.len: unknown key", "mine.yaml:3", "did you mean `batch.seq_len`?"]),
+        ("batch: {grad.accum: 2}\n", ["batch.grad.accum: unknown key", "allowed  seq_len"]),
+        (
+            "method: {name: lora, target_modules: [q_proj, 3, null]}\n",
+            ["2 problems", "method.target_modules.1: is not valid", "given    3 (", "target_modules.2: is not valid"],
+        ),
         ("sed: 1\n", ["sed: unknown key", "mine.yaml:2", "given    1", "did you mean `seed`"]),
         ("learning_rate: 1e-3\n", ["did you mean `optimizer.learning_rate`"]),
         ("optimizer: {lr: 1e-3}\n", ["did you mean `optimizer.learning_rate`"]),

@@ -158,6 +158,10 @@ def from_validation_error(
     for finding in error.errors():
         location = _existing(finding["loc"], data, missing_leaf=finding["type"] == "missing")
         by_path.setdefault(".".join(map(str, location)), []).append((finding, location))
+    for path in [path for path in by_path if any(other.startswith(f"{path}.") for other in by_path)]:
+        # Of a list with a wrong entry, that it is no text, which it might have been, too.
+        by_path[path] = [each for each in by_path[path] if len(each[0]["loc"]) == len(each[1])]
+    by_path = {path: findings for path, findings in by_path.items() if findings}
     problems = [_problem(path, findings, origins, written, texts) for path, findings in [*by_path.items()][:ENOUGH]]
     return [
         dataclasses.replace(each, hint=typed(each.hint) if each.where == COMMAND_LINE else each.hint)
@@ -173,7 +177,7 @@ def _existing(location: tuple[Any, ...], data: Any, missing_leaf: bool) -> list[
         if part in known:
             data = data[part]
         elif not (missing_leaf and position == len(location) - 1):
-            break
+            continue
         kept.append(part)
     return kept
 
@@ -239,7 +243,8 @@ def _unknown_key(path: str, location: list[Any], value: Any, given: str, where: 
     section = _section_at(location[:-1])
     if section is None:
         return Problem(path, UNKNOWN_KEY, where, given, "names of arguments: letters, digits and _", "rename it")
-    key, prefix = str(location[-1]), path.rpartition(".")[0]
+    # The key may have a dot in it.
+    key, prefix = str(location[-1]), ".".join(map(str, location[:-1]))
     places = {name: [f"{prefix}.{name}" if prefix else name] for name in section.model_fields}
     close = did_you_mean(key, places)
     if not prefix or not close or key in leaf_paths():
@@ -277,7 +282,8 @@ def _kind_at(location: Iterable[Any]) -> Any:
     kind: Any = Recipe
     for part in location:
         if isinstance(part, int):
-            lists = [one for one in (kind, *get_args(kind)) if getattr(one, "__origin__", None) is list]
+            plain = (one.__origin__ if hasattr(one, "__metadata__") else one for one in (kind, *get_args(kind)))
+            lists = [one for one in plain if getattr(one, "__origin__", None) is list]
             kind = get_args(lists[0])[0] if lists else None
         elif isinstance(kind, type) and issubclass(kind, Section) and part in kind.model_fields:
             kind = kind.model_fields[part].annotation
