@@ -182,7 +182,7 @@ def test_a_reward_that_is_no_number_names_reward_row_and_value(result: str, said
     "body",
     [
         "async def reward(completions, **columns):\n    return [1.0] * 3\n",
-        "async def one(text):\n    return 1.0\ndef reward(completions, **columns):\n    return [*map(one, completions)]\n",
+        "async def one(text):\n    return 1.0\ndef reward(completions, **more):\n    return [*map(one, completions)]\n",
     ],
 )
 @pytest.mark.filterwarnings("error")
