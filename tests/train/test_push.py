@@ -52,10 +52,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(f"GET {self.path}")
-        if self.path.startswith("/api/models/"):
+        if "/xet-write-token/" in self.path:
+            self._answer({"error": _QUOTA})
+        elif self.path.startswith("/api/models/"):
             owner, name = self.path.split("/")[3:5]
-            if "/xet-write-token/" in self.path:
-                return self._answer({"error": _QUOTA})
             self._answer({"id": f"{owner}/{name}", "cardData": {"license": "mit"}, "siblings": [], "tags": []})
         else:
             self._answer({"name": "me", "type": "user", "orgs": [], "auth": {}})
