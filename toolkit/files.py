@@ -17,6 +17,9 @@ from typing import Any
 
 from toolkit.common import UserError, concealed
 
+UNANSWERED = (errno.EIO, errno.ESTALE)
+"""Numbers of errors of a disk that does not answer now, such as one of a network: what lies there may be whole."""
+
 
 def write_atomically(file: Path, text: str | bytes) -> None:
     """Writes a file so that readers see the old or the new text, never a part, whoever else writes it."""

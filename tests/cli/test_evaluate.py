@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -64,13 +65,33 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_the_work(
 HELD_OUT = HeldOut(rows=1, held_out=1, data="ab", batch_size=1, max_new_tokens=1, cut=(0, 0), scores=[])
 
 
-def test_what_two_processes_find_at_once_is_kept(tmp_path: Path) -> None:
+def test_what_was_found_earlier_is_kept(tmp_path: Path) -> None:
     tasks = [Task(name="gsm8k", samples=1, of_samples=1, num_fewshot=0, chat_template=False, scores=[])]
     newer = [tasks[0].model_copy(update={"samples": 2})]
     for found in (Evaluation(tasks=tasks), Evaluation(held_out=HELD_OUT), Evaluation(tasks=newer)):
         keep(tmp_path, found, [])
     kept = Evaluation.model_validate_json((tmp_path / FILE).read_bytes())
     assert kept.held_out == HELD_OUT and kept.tasks == newer
+
+
+def test_what_many_processes_find_at_once_is_kept_and_reported(tmp_path: Path) -> None:
+    context, names = multiprocessing.get_context("fork"), [f"task_{number}" for number in range(8)]
+    ready = context.Barrier(len(names))
+
+    def find(name: str) -> None:
+        task = Task(name=name, samples=1, of_samples=1, num_fewshot=0, chat_template=False, scores=[])
+        ready.wait()
+        keep(tmp_path, Evaluation(tasks=[task]), [])
+
+    finding = [context.Process(target=find, args=[name]) for name in names]
+    for each in finding:
+        each.start()
+    for each in finding:
+        each.join()
+    kept = Evaluation.model_validate_json((tmp_path / FILE).read_bytes())
+    assert sorted(task.name for task in kept.tasks) == names
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert all(name in page for name in names)
 
 
 def test_what_was_found_is_shown_where_the_disk_is_full(

@@ -56,6 +56,17 @@ def test_another_machine_that_writes_into_the_same_folder_is_waited_for(
     assert not lock.exists() and time.monotonic() - began > 1
 
 
+def test_what_a_killed_process_left_behind_goes_also_where_the_clock_was_set_back(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_ops, "ELSEWHERE_SECONDS", 1)
+    os.utime(lock, (time.time() + 86_400,) * 2)
+    waiting = threading.Thread(target=compiled_ops.wait_for_compilers, daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive() and not lock.exists()
+
+
 def test_another_machines_folders_lie_deep_or_not(lock: Path) -> None:
     """torch puts a folder for each version of Python between, unless TORCH_EXTENSIONS_DIR is used as it is."""
     shallow = lock.parent.parent / "lock"

@@ -565,8 +565,9 @@ def test_another_cpus_figures_are_left_alone(tmp_path: Path, monkeypatch: pytest
     assert not find("cpu").device.efficiency.matmul.measured
 
 
+@pytest.mark.parametrize("age", [pytest.param(601, id="later"), pytest.param(-86_400, id="clock set back")])
 def test_a_cpu_is_measured_once_when_it_is_planned_for_and_a_gpu_never(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, age: int
 ) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     asked: list[str] = []
@@ -596,8 +597,7 @@ def test_a_cpu_is_measured_once_when_it_is_planned_for_and_a_gpu_never(
     state["busy"] = False
     once_measured(find("cpu"))
     assert len(asked) == 2
-    later = time.time() - 601
-    os.utime(path_of(find("cpu").device), (later, later))
+    os.utime(path_of(find("cpu").device), (time.time() - age,) * 2)
     once_measured(find("cpux2"))
     once_measured(find("cpu"))
     assert len(asked) == 3

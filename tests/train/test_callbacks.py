@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +71,25 @@ def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
     assert '"step": 6' in last and '"epoch": 3.0' in last and '"seconds": 100.' in last
+
+
+def test_metrics_that_cannot_be_opened_for_a_moment_lose_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = Meter(session(tmp_path, Length(20, None, 0, 5), [25] * 8))
+    state = type("State", (), {"global_step": 0, "max_steps": 20, "log_history": []})()
+    meter.on_train_begin(None, state, None)
+
+    def closed(file: Path, *args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+
+    for step in range(1, 5):
+        with monkeypatch.context() as patch:
+            if step == 3:
+                patch.setattr(Path, "open", closed)
+            meter.write(step, {"loss": 1.0})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 
 
 def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

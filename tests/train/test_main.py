@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import multiprocessing
@@ -345,6 +346,20 @@ def test_finished_run_is_left_alone(place: Path, capsys: pytest.CaptureFixture[s
     assert main(["recipe=small", "max_steps=2"]) == 0
     assert "finished" in capsys.readouterr().out
     assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
+
+
+def test_a_disk_that_does_not_answer_is_one_message_and_nothing_changes(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(file: Path) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(file))
+
+    assert main(["recipe=small", "max_steps=2"]) == 0
+    before = {file: file.read_bytes() for file in (place / "runs").rglob("*") if file.is_file()}
+    monkeypatch.setattr("toolkit.report.load.read_file", read)
+    assert main(["recipe=small", "max_steps=2"]) == 1
+    assert "manifest.json cannot be used: its disk does not answer" in " ".join(capsys.readouterr().err.split())
+    assert before == {file: file.read_bytes() for file in (place / "runs").rglob("*") if file.is_file()}
 
 
 def test_folder_of_another_run_is_refused_and_untouched(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

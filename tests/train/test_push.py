@@ -18,6 +18,7 @@ from small import LORA, place_with, trained
 from toolkit.cli.main import main
 
 place = place_with("llama")
+_QUOTA = "Private repository storage limit reached"
 
 
 class Hub(ThreadingHTTPServer):
@@ -27,6 +28,7 @@ class Hub(ThreadingHTTPServer):
         asked: Method and path of every request.
         files: Content of what was committed.
         made: What was asked for when a repository was made.
+        large: What refuses large files: `xet`, `batch` or `upload`; empty if none counts as large.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,7 @@ class Hub(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.made: list[dict[str, Any]] = []
         self.refuses = False
+        self.large = ""
 
     @property
     def address(self) -> str:
@@ -49,7 +52,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(f"GET {self.path}")
-        if self.path.startswith("/api/models/"):
+        if "/xet-write-token/" in self.path:
+            self._answer({"error": _QUOTA})
+        elif self.path.startswith("/api/models/"):
             owner, name = self.path.split("/")[3:5]
             self._answer({"id": f"{owner}/{name}", "cardData": {"license": "mit"}, "siblings": [], "tags": []})
         else:
@@ -64,11 +69,23 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.made.append(json.loads(content))
             self._answer({"url": f"{self.server.address}/me/x"})
         elif self.server.refuses:
-            self._answer({"error": "no"})
+            self._answer({"error": _QUOTA})
         elif "/preupload/" in self.path:
             asked = json.loads(content)["files"]
-            modes = [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in asked]
+            modes = [
+                {
+                    "path": each["path"],
+                    "uploadMode": "lfs" if self.server.large and each["path"].endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for each in asked
+            ]
             self._answer({"files": modes})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            (asked,) = json.loads(content)["objects"]
+            upload = {"actions": {"upload": {"href": f"{self.server.address}/storage"}}}
+            refused = {"error": {"code": 422, "message": _QUOTA}}
+            self._answer({"objects": [asked | (refused if self.server.large == "batch" else upload)]})
         else:
             for line in content.decode().splitlines():
                 entry = json.loads(line)
@@ -76,6 +93,10 @@ class _Handler(BaseHTTPRequestHandler):
                     self.server.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
             url = f"{self.server.address}/me/x/commit/1"
             self._answer({"success": True, "commitUrl": url, "commitOid": "1" * 40})
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer({"error": _QUOTA})
 
     def _answer(self, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
@@ -172,9 +193,13 @@ def test_a_full_disk_leaves_the_card_whole_and_no_part_of_a_file_is_sent(
     assert f"cannot use {card}: File too large" in capsys.readouterr().err
     assert card.read_bytes() == before and not hub.files
 
-    (full / "final" / ".README.md.1.ab.partial").write_bytes(before[:9])  # A process was killed.
+    # A process was killed, or has not written it to its end yet.
+    (partial := full / "final" / ".README.md.1.ab.partial").write_bytes(before[:9])
+    capsys.readouterr()
     assert main(["push", str(full), "me/x", "license=bsd-3-clause"]) == 0
-    assert not any(name.endswith(".partial") for name in hub.files)
+    assert not any(name.endswith(".partial") for name in hub.files) and ".partial" not in capsys.readouterr().out
+    assert partial.exists()
+    partial.unlink()
 
 
 def test_a_damaged_model_is_not_sent(full: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,8 +216,24 @@ def test_what_the_hub_refuses_is_said(
 ) -> None:
     hub.refuses = True
     assert main(["push", str(full), "me/x", "license=mit"]) == 1
-    assert "hf auth login" in capsys.readouterr().err and not hub.files
+    told = " ".join(capsys.readouterr().err.split())
+    assert "hf auth login" in told and _QUOTA in told and not hub.files
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(full / "none"))
     assert main(["push", str(full), "me/x", "license=mit"]) == 1
     assert "nobody is logged in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("large", ["xet", "batch", "upload"])
+def test_what_ends_the_sending_of_a_large_file_is_said(
+    full: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, large: str
+) -> None:
+    hub.large = large
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", large != "xet")
+    assert main(["push", str(full), "me/x", "license=mit"]) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    # The text of a refusal does not get through `hf_xet`.
+    assert ("403 Forbidden" if large == "xet" else _QUOTA) in told and not hub.files, told
+    assert "did not all reach me/x" in told and "storage is used up" in told and "README.md" not in told, told
+    hub.large = ""
+    assert main(["push", str(full), "me/x", "license=mit"]) == 0

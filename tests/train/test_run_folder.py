@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import platform
@@ -30,6 +31,7 @@ from toolkit.distributed.layout import World, batch_layout
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Loaded, load
 from toolkit.recipe.load import load_resolved
+from toolkit.report.load import read_run
 from toolkit.report.terminal import Progress
 from toolkit.seal import contents, seal
 from toolkit.train import checkpoint, decide
@@ -215,6 +217,28 @@ def test_two_threads_write_the_manifest_together(place: Path) -> None:
     folder.update_manifest(status="running")
     assert [each.result() for each in writing] == [None] * 20
     assert len(folder.manifest().hashes) == 20 and folder.manifest().status == "running"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_manifest_whose_disk_does_not_answer_is_not_replaced_by_an_empty_one(
+    place: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    folder = claim(small(), 1)
+    folder.update_manifest(hashes={"recipe": recipe_hash(small().recipe)}, status="finished")
+    before = (folder.path / "manifest.json").read_bytes()
+    (folder.path / "metrics.jsonl").touch()
+
+    def read(file: Path) -> bytes:
+        raise OSError(number, os.strerror(number), str(file))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.report.load.read_file", read)
+        for use in (lambda: folder.update_manifest(status="running"), lambda: claim(small(), 1)):
+            with pytest.raises(OSError, match=os.strerror(number)):
+                use()
+        assert read_run(folder.path).problems  # A report is made all the same.
+    assert [file.name for file in folder.path.glob("manifest*")] == ["manifest.json"]
+    assert (folder.path / "manifest.json").read_bytes() == before
 
 
 def test_nobody_waits_until_the_model_is_hashed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

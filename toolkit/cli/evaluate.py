@@ -7,12 +7,16 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
 
+from toolkit.cache import locked
 from toolkit.cli.keys import Keys
 from toolkit.common import UserError
 from toolkit.files import not_writable, read_file, set_aside, write_json, write_json_lines
 from toolkit.recipe.base import Place
 from toolkit.report.evaluation import FILE, ROWS, Evaluation
+from toolkit.report.run_page import write_report
 from toolkit.train.scoring import METRICS
+
+_LOCK = f".{FILE}.lock"
 
 
 def _listed(text: Any) -> Any:
@@ -89,13 +93,20 @@ def evaluate(run: Path, asked: Questions) -> tuple[Evaluation, list[dict[str, An
     return Evaluation(held_out=held_out), rows
 
 
-def keep(run: Path, new: Evaluation, rows: list[dict[str, Any]]) -> None:
-    """Adds to what was found earlier, which is read only now: another process may have evaluated meanwhile."""
-    if rows:
-        write_json_lines(run / ROWS, rows)
-    earlier, names = _noted(run / FILE), {task.name for task in new.tasks}
-    tasks = [*(task for task in earlier.tasks if task.name not in names), *new.tasks]
-    write_json(run / FILE, Evaluation(held_out=new.held_out or earlier.held_out, tasks=tasks).model_dump())
+def keep(run: Path, new: Evaluation, rows: list[dict[str, Any]]) -> Path:
+    """Adds to what was found earlier, and writes the report of it all. What is there is read only now, and by one
+    process at a time: others may have evaluated meanwhile.
+
+    Returns:
+        The report.
+    """
+    with locked(run / _LOCK):
+        if rows:
+            write_json_lines(run / ROWS, rows)
+        earlier, names = _noted(run / FILE), {task.name for task in new.tasks}
+        tasks = [*(task for task in earlier.tasks if task.name not in names), *new.tasks]
+        write_json(run / FILE, Evaluation(held_out=new.held_out or earlier.held_out, tasks=tasks).model_dump())
+        return write_report(run)
 
 
 def _noted(file: Path) -> Evaluation:

@@ -67,14 +67,13 @@ def evaluate(options: argparse.Namespace) -> None:
     from toolkit.report import terminal
     from toolkit.report.evaluation import evaluation_text
     from toolkit.report.plan_text import width
-    from toolkit.report.run_page import write_report
 
     found, rows = evaluate(run, asked)
     try:
-        keep(run, found, rows)
+        page = keep(run, found, rows)
     finally:  # Hours of work are shown also where the disk is full.
         terminal.write(evaluation_text(found, width()), terminal.console_of(sys.stdout), PAGED)
-    print(printable(f"\nreport: {write_report(run)}"))
+    print(printable(f"\nreport: {page}"))
 
 
 @command(

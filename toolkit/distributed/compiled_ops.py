@@ -52,9 +52,13 @@ def load(builder: Any, needs: str) -> None:
 def wait_for_compilers() -> None:
     """Waits for processes that compile operations, and removes what killed ones left behind."""
     for lock in [*_folder().glob("*/lock"), *_folder().glob("*/*/lock")]:
-        told = False
+        told, written, since = False, 0.0, time.monotonic()
         while lock.is_file():
-            if not _held(lock) and _quiet_seconds(lock.parent) > ELSEWHERE_SECONDS:
+            if (newest := _last_written(lock.parent)) != written:
+                written, since = newest, time.monotonic()
+            # Where the clock was set back, what was written lies in the future.
+            quiet_seconds = max(time.time() - written, time.monotonic() - since)
+            if not _held(lock) and quiet_seconds > ELSEWHERE_SECONDS:
                 lock.unlink(missing_ok=True)
                 _log.info("Removed %s: whoever compiled there was stopped", lock)
                 break
@@ -85,10 +89,10 @@ def _held(lock: Path) -> bool:
     return False
 
 
-def _quiet_seconds(folder: Path) -> float:
-    """Since something was last written there."""
+def _last_written(folder: Path) -> float:
+    """When something was last written there."""
     written = []
     for file in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             written.append(file.stat().st_mtime)
-    return time.time() - max(written, default=0.0)
+    return max(written, default=0.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,14 +168,17 @@ def read_run(folder: Path) -> Record:
     return Record(folder, manifest, training, evaluations, audit, samples, asked, rows, recipe, problems, held)
 
 
-def read_manifest(folder: Path) -> tuple[Manifest, list[str]]:
+def read_manifest(folder: Path, raised: Container[int] = ()) -> tuple[Manifest, list[str]]:
     """Reads a run folder's manifest; a key that cannot be read is as if it were missing.
+
+    Args:
+        raised: Numbers of errors that are raised, where a manifest that cannot be read is not as if it were empty.
 
     Returns:
         The manifest, empty if there is none, and what is wrong with it.
     """
     problems: list[str] = []
-    content = _read_json(folder / "manifest.json", problems)
+    content = _read_json(folder / "manifest.json", problems, raised)
     if not isinstance(content, dict):
         return _checked(Manifest, content, "manifest.json", problems) or Manifest(), problems
     try:
@@ -246,13 +250,15 @@ def _whole(digits: str) -> float:
     return int(digits) if len(digits) < 300 else float(digits)
 
 
-def _read_json(file: Path, problems: list[str]) -> Any:
+def _read_json(file: Path, problems: list[str], raised: Container[int] = ()) -> Any:
     """Content of a JSON file; None where there is none."""
     try:
         return json.loads(read_file(file).decode("utf-8", "replace"), parse_int=_whole)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno in raised:
+            raise
         problems.append(f"{file.name} cannot be read: {error}")
         return None
 

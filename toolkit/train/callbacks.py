@@ -190,7 +190,7 @@ class Meter(TrainerCallback):
         if self.energy.kwh is not None:
             head["energy_kwh"] = self.energy.kwh
         self._unwritten += as_json({**head, **row}).encode() + b"\n"
-        size = 0
+        size: int | None = None
         try:
             with self._file.open("ab", buffering=0) as stream:
                 size = stream.tell()
@@ -199,9 +199,11 @@ class Meter(TrainerCallback):
         except OSError as error:
             if is_gone(self._file.parent) or not unwritable(self._file.parent, error):
                 raise
-            # The disk may have room again by the next row, which must not begin within this one.
-            with contextlib.suppress(OSError):
-                os.truncate(self._file, size)
+            # The disk may have room again by the next row, which must not begin within this one. Of a file that could
+            # not be opened, all stays.
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(self._file, size)
         else:
             self._unwritten = b""
 

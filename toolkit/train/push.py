@@ -16,11 +16,14 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError,
 from huggingface_hub.utils import validate_repo_id
 
 from toolkit.common import UserError, bytes_text, count_text, in_a_line
-from toolkit.files import remove_partial, write_atomically
+from toolkit.files import write_atomically
 from toolkit.recipe.load import load_resolved
 from toolkit.report.card import is_hub_id
 from toolkit.train.export import final_model
 
+_REFUSED = "log in with a token that may write there (`hf auth login`), or see whether the account's storage is used up"
+_PARTIAL = "*.partial"
+"""Files, such as the card, that another process writes right now or was killed while it wrote: none is sent."""
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
@@ -44,7 +47,6 @@ def push(
     """
     _check_name(repository)
     final = final_model(run)
-    remove_partial(final)  # It would be sent.
     base = _loadable_base(run, final)
     if not (final / "README.md").is_file():
         raise UserError(f"{final} has no model card, README.md", f"`toolkit report {run}` writes it again")
@@ -61,7 +63,7 @@ def push(
         card.data.license = terms
         card.validate()
         owner = api.whoami()["name"]
-        files = sorted(file for file in final.rglob("*") if file.is_file())
+        files = sorted(file for file in final.rglob("*") if file.is_file() and not file.match(_PARTIAL))
         size = bytes_text(sum(file.stat().st_size for file in files))
         say(
             f"{count_text(len(files), 'file')}, {size}, under {terms}, as {owner} to {repository}: "
@@ -71,21 +73,48 @@ def push(
         api.create_repo(repository, private=not public, exist_ok=True)
         if branch:
             api.create_branch(repository, branch=branch, exist_ok=True)
-        message = f"{run.resolve().name}: trained with accelerate-toolkit"
-        done = api.upload_folder(repo_id=repository, folder_path=final, revision=branch, commit_message=message)
+        return _send(api, run, final, repository, branch)
     except LocalTokenNotFoundError:
         raise UserError("nobody is logged in to the Hub here", "run `hf auth login`, or set HF_TOKEN") from None
     except HfHubHTTPError as error:
         refused = error.response.status_code in (401, 403)
-        change = "log in with a token that may write there: `hf auth login`" if refused else "try again later"
-        raise UserError(f"the Hub refuses it: {in_a_line(error)}", change) from error
+        raise UserError(f"the Hub refuses it: {_said(error)}", _REFUSED if refused else "try again later") from error
     except (HTTPError, ConnectionError) as error:
         raise UserError(f"the Hub cannot be reached: {in_a_line(error)}", "try again with a network") from error
     except ValueError as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"the Hub does not take the model card: {error}", f"correct {final / 'README.md'}") from error
+
+
+def _send(api: HfApi, run: Path, final: Path, repository: str, branch: str | None) -> str:
+    """Sends the files; what ends that has many types, of `huggingface_hub`'s threads and of `hf_xet`."""
+    message = f"{run.resolve().name}: trained with accelerate-toolkit"
+    try:
+        done = api.upload_folder(
+            repo_id=repository,
+            folder_path=final,
+            revision=branch,
+            commit_message=message,
+            ignore_patterns=[_PARTIAL],
+        )
+    except (HTTPError, UserError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename:
+            raise  # It is the disk.
+        reasons = ": ".join(map(_said, filter(None, (error, error.__cause__))))
+        raise UserError(
+            f"the files did not all reach {repository}: {reasons}",
+            f"the same command sends what is missing; where they are refused (401, 403, 422), {_REFUSED}",
+        ) from error
     return str(done.commit_url)
+
+
+def _said(error: BaseException) -> str:
+    """An error in a line, with what the Hub itself says of it, which is none of the first lines."""
+    said = getattr(error, "server_message", None)
+    return f"{in_a_line(error)} {said}" if said and said not in in_a_line(error) else in_a_line(error)
 
 
 def _check_name(repository: str) -> None:

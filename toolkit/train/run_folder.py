@@ -31,7 +31,7 @@ from toolkit.cache import LOCK, locked
 from toolkit.common import UserError
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
-from toolkit.files import not_writable, remove_partial, set_aside, write_json
+from toolkit.files import UNANSWERED, not_writable, remove_partial, set_aside, write_json
 from toolkit.recipe import Loaded
 from toolkit.recipe.teaching import of_teacher
 from toolkit.report.load import read_manifest
@@ -184,8 +184,12 @@ class RunFolder:
             write_json(self.path / MANIFEST, Manifest.model_validate(before | values).model_dump(mode="json"))
 
     def manifest(self) -> Manifest:
-        """Content of `manifest.json`; empty if there is none."""
-        return read_manifest(self.path)[0]
+        """Content of `manifest.json`; empty if there is none, or it is damaged.
+
+        Raises:
+            OSError: If its disk does not answer: what cannot be read now may be whole, and must not be replaced.
+        """
+        return read_manifest(self.path, UNANSWERED)[0]
 
 
 def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:

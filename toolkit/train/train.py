@@ -190,10 +190,10 @@ def _not_collected() -> Iterator[None]:
 def _failed(folder: RunFolder, error: BaseException) -> None:
     """Notes what ended the run, also in its report. The disk may be full, and the first error must not be hidden by a
     second one."""
-    if not folder.accepted or folder.manifest().status == "finished":
-        return  # It is an earlier start's.
     reason = unwritable(folder.path, error)
     with contextlib.suppress(OSError):
+        if not folder.accepted or folder.manifest().status == "finished":
+            return  # It is an earlier start's.
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         # A user's own error needs no name of a class.
         said = str(reason or error) if reason or isinstance(error, UserError) else f"{type(error).__name__}: {error}"

@@ -181,8 +181,9 @@ def once_measured(hardware: Hardware, before: Callable[[], object] | None = None
         return hardware
     found, file = known(hardware.device), find(path_of(hardware.device))
     began = file.stat().st_mtime_ns if found else None
-    # Beside programs that pause and go on it would be done twice in a launch, and again by the next one.
-    waits = began and found and found.busy and time.time() - began / 1e9 < _PATIENCE
+    # Beside programs that pause and go on it would be done twice in a launch, and again by the next one. A clock that
+    # was set back shows what was written as of the future.
+    waits = began and found and found.busy and abs(time.time() - began / 1e9) < _PATIENCE
     if waits or (found and not found.again):
         return hardware
     if before:
