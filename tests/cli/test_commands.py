@@ -184,7 +184,8 @@ def test_of_two_copies_of_one_name_the_later_one_is_refused(
 ) -> None:
     """Also where the name was free when it looked."""
     Path("recipes").mkdir()
-    monkeypatch.setattr(os.path, "lexists", lambda path: False)
+    lexists = os.path.lexists
+    monkeypatch.setattr(os.path, "lexists", lambda path: Path(path).name != "mine.yaml" and lexists(path))
     Path("recipes/mine.yaml").write_text("mine\n")
     for typed in ("init", "cp recipe=gpt2_xl_clm mine"):
         assert main(typed.split()) == 1
