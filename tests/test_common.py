@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -18,6 +19,7 @@ from toolkit.common import (
     first_line,
     on_screen,
     printable,
+    shell_line,
     table,
 )
 
@@ -127,3 +129,24 @@ def test_a_terminal_gets_what_a_person_reads_and_a_file_all(monkeypatch: pytest.
     for text in (long, wide):
         shown = on_screen(text, "how").splitlines()
         assert len(shown) <= 40 and len("".join(shown)) < 1100 and shown[-1] == "all of it: how"
+
+
+@pytest.mark.parametrize("value", ["/data/my runs", "it's", "/plain"])
+def test_a_line_to_copy_has_the_shells_own_variables(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within single quotes no shell would fill them in."""
+    monkeypatch.setenv("OUT", value)
+    conceal(value, "${oc.env:OUT}")
+    words = ("printf", r"%s\n", f"{value}/x", f'print("{value}", "$HOME `id`")', "a b")
+
+    line = shell_line(*words)
+
+    assert '"${OUT}/x"' in line and value not in line
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == list(words[2:])
+
+
+def test_a_line_to_copy_has_the_default_of_a_variable_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUT", raising=False)
+    conceal("/tmp/there", "${oc.env:OUT,/tmp/there}")
+    line = shell_line("printf", "%s", "/tmp/there/x")
+    assert subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout == "/tmp/there/x"

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
 import os
 import re
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -114,6 +116,7 @@ PAGED = "the same command with `| less`"
 _CONCEALED: dict[str, str] = {}
 """Values to what is shown in their place."""
 _LEAST, _LEAST_ANYWHERE = 4, 8
+_OF_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([\w./~-]*)\s*)?\}")
 
 
 def conceal(value: str, written: str) -> None:
@@ -156,6 +159,21 @@ def concealed(content: T) -> T:
     elif isinstance(content, list | tuple):
         result = [concealed(value) for value in content]
     return result
+
+
+def shell_line(*words: str) -> str:
+    """A command as it may be shown, see `conceal`, and typed: `${oc.env:NAME}` is the shell's own variable there."""
+    return " ".join(map(_shell_word, concealed(words)))
+
+
+def _shell_word(word: str) -> str:
+    texts, variables = _OF_ENVIRONMENT.split(word)[::3], _OF_ENVIRONMENT.findall(word)
+    # Another interpolation around one stays as it was written.
+    if not variables or any("${" in text for text in texts):
+        return shlex.quote(word)
+    shown = [f"${{{name}:-{default}}}" if default else f"${{{name}}}" for name, default in variables]
+    plain = [re.sub(r'([\\"`$])', r"\\\1", text) for text in texts]
+    return f'"{"".join(itertools.chain(*itertools.zip_longest(plain, shown, fillvalue="")))}"'
 
 
 def in_a_line(error: BaseException) -> str:

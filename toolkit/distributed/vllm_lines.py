@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from urllib.parse import urlsplit
 
-from toolkit.common import concealed
+from toolkit.common import shell_line
 from toolkit.distributed.engines import dtypes
 from toolkit.recipe import Recipe
 from toolkit.recipe.reinforcement import VLLM_RANKS
@@ -40,5 +39,4 @@ def answers_line(recipe: Recipe) -> str:
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     words += ["--port", str(port)] if port != _PORT else []
     words += ["--trust-remote-code"] if recipe.model.trust_remote_code else []
-    # Quoted, a value of the environment would not be known again by what shows the line.
-    return f"{allowed} {shlex.join(concealed(words))}"
+    return f"{allowed} {shell_line(*words)}"

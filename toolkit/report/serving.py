@@ -8,10 +8,9 @@ are what vLLM calls pooling; Transformers has pipelines for heads, and sentence-
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
-from toolkit.common import concealed
+from toolkit.common import shell_line
 from toolkit.distributed.vllm_lines import adapters, base
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.heads import REWARD
@@ -32,13 +31,13 @@ _SERVED_BY_VLLM = (None, "int4")
 def next_steps(run: Path, recipe: Recipe) -> list[tuple[str, str]]:
     """Purpose and command of each next step after a finished run."""
     place, final = str(run), run / "final"
-    lines = [] if recipe.headed else [("talk with it", _line("toolkit", "chat", place))]
+    lines = [] if recipe.headed else [("talk with it", shell_line("toolkit", "chat", place))]
     if recipe.headed:
         pass  # The report has its scores.
     elif recipe.data.eval_split is not None or recipe.data.eval_sources:
-        lines.append(("score it", _line("toolkit", "evaluate", place)))
+        lines.append(("score it", shell_line("toolkit", "evaluate", place)))
     if recipe.method.name == "lora":
-        lines.append(("merge it", _line("toolkit", "merge", place)))
+        lines.append(("merge it", shell_line("toolkit", "merge", place)))
     whole = run / "merged" if recipe.method.name == "lora" else final
     once = ", once it is merged" if recipe.method.name == "lora" else ""
     name = run.resolve().name
@@ -94,7 +93,7 @@ def pooling_line(recipe: Recipe, model: str, name: str) -> str:
     words += ["--convert", "embed" if recipe.embeds else "classify"]
     if recipe.objective == REWARD:
         words += ["--pooler-config", json.dumps({"use_activation": False})]
-    return _line(*words, *_settings(recipe, "--default-chat-template-kwargs"))
+    return shell_line(*words, *_settings(recipe, "--default-chat-template-kwargs"))
 
 
 def asking_line(recipe: Recipe, model: str, chat: bool) -> str:
@@ -108,7 +107,7 @@ def asking_line(recipe: Recipe, model: str, chat: bool) -> str:
     if recipe.embeds:
         vectors = 'model.encode_query(["A question?"]), model.encode_document(["An answer.", "Rain falls."])'
         begin = "from sentence_transformers import SentenceTransformer"
-        return _line(
+        return shell_line(
             "python", "-c", f"{begin}; model = SentenceTransformer({folder}{trust}); print(model.similarity({vectors}))"
         )
     task = "token-classification" if recipe.objective == "token_classification" else "text-classification"
@@ -116,12 +115,12 @@ def asking_line(recipe: Recipe, model: str, chat: bool) -> str:
         trust += ', function_to_apply="none"'
     begin = f'from transformers import pipeline; ask = pipeline("{task}", {folder}{trust})'
     if not chat:
-        return _line("python", "-c", f'{begin}; print(ask("A text."))')
+        return shell_line("python", "-c", f'{begin}; print(ask("A text."))')
     turns = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}][: 2 if recipe.pairs else 1]
     variables = "".join(f", {key}={value!r}" for key, value in recipe.data.chat_template_kwargs.items())
     text = f"ask.tokenizer.apply_chat_template({json.dumps(turns)}, tokenize=False{variables})"
     # The template has put the tokens already that begin and end a text.
-    return _line("python", "-c", f"{begin}; print(ask({text}, add_special_tokens=False))")
+    return shell_line("python", "-c", f"{begin}; print(ask({text}, add_special_tokens=False))")
 
 
 def on_base(recipe: Recipe) -> bool:
@@ -152,17 +151,12 @@ def vllm_line(recipe: Recipe, model: str, name: str, merged: bool = False) -> st
         if recipe.model.chat_template:
             words += ["--chat-template", str(Path(model) / "chat_template.jinja")]
         words += ["--tokenizer", model] if recipe.model.tokenizer else []
-    return _line(*words, *_settings(recipe, "--default-chat-template-kwargs"))
+    return shell_line(*words, *_settings(recipe, "--default-chat-template-kwargs"))
 
 
 def transformers_line(recipe: Recipe, model: str) -> str:
     """Serves a full or merged model."""
-    return _line("transformers", "serve", model, *_settings(recipe, "--chat-template-kwargs"))
-
-
-def _line(*words: str) -> str:
-    # Quoted, a value of the environment would not be known again by what shows the line.
-    return shlex.join(concealed(list(words)))
+    return shell_line("transformers", "serve", model, *_settings(recipe, "--chat-template-kwargs"))
 
 
 def _settings(recipe: Recipe, of_template: str) -> list[str]:
