@@ -602,19 +602,41 @@ def test_used_rows_repeats_and_shares_of_every_source(tmp_path: Path, cache: Pat
     assert prepared.audit.untrained_rows == 10 and len(prepared.eval or []) == 4
 
 
-@pytest.mark.parametrize("limit", [None, 8])
-def test_shares_are_those_of_the_rows_that_are_trained_on(limit: int | None, tmp_path: Path, cache: Path) -> None:
-    rows = [{"text": f"long {n}" + " word" * (200 if n % 3 else 0)} for n in range(30)]
-    paths = [write_jsonl(tmp_path / "long.jsonl", rows), documents(tmp_path / "short.jsonl", 20, "short")]
+def one_of_three_fits(file: Path, count: int) -> Path:
+    """Documents of which two of three are too long for 64 tokens."""
+    return write_jsonl(file, [{"text": f"long {n}" + " word" * (200 if n % 3 else 0)} for n in range(count)])
+
+
+def test_shares_are_those_of_the_rows_that_are_trained_on(tmp_path: Path, cache: Path) -> None:
+    paths = [one_of_three_fits(tmp_path / "long.jsonl", 30), documents(tmp_path / "short.jsonl", 20, "short")]
     sources = [{"path": str(path), "weight": 1.0} for path in paths]
-    settings = recipe(*sources, over_long="drop", max_samples=limit).with_values({"batch.seq_len": 64})
+    settings = recipe(*sources, over_long="drop").with_values({"batch.seq_len": 64})
     prepared = prepare(settings, chatml_tokenizer(), STOP, cache)
     first, second = prepared.audit.sources
-    assert (first.rows, first.used_rows + second.used_rows) == (30, limit or 40)
+    assert (first.rows, first.used_rows + second.used_rows) == (30, 40)
     assert prepared.audit.train.over_long.rows == 20
-    if not limit:
-        assert (first.used_rows, first.repeats, first.share) == (20, 2.0, 0.5)
-        assert Counter(text.split()[0] for text in texts(prepared)) == {"long": 20, "short": 20}
+    assert (first.used_rows, first.repeats, first.share) == (20, 2.0, 0.5)
+    assert Counter(text.split()[0] for text in texts(prepared)) == {"long": 20, "short": 20}
+
+
+def test_so_are_those_of_a_sample_without_tokens_of_all_rows(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [one_of_three_fits(tmp_path / "long.jsonl", 3000), documents(tmp_path / "short.jsonl", 3000, "short")]
+    sources = [{"path": str(path), "weight": weight} for path, weight in zip(paths, (2.0, 1.0), strict=True)]
+    settings = recipe(*sources, over_long="drop", max_samples=600).with_values({"batch.seq_len": 64})
+    counted: list[int] = []
+
+    def noted(rows: Any, *rest: Any, original: Any = prepare_module.tokenise) -> Any:
+        counted.append(len(rows))
+        return original(rows, *rest)
+
+    monkeypatch.setattr(prepare_module, "tokenise", noted)
+    first, second = prepare(settings, chatml_tokenizer(), STOP, cache).audit.sources
+
+    # Of 600 rows 6 in 7 are of the source of which a third is used.
+    assert first.used_rows == pytest.approx(600 * 6 / 7 / 3, rel=0.1) and first.share == pytest.approx(2 / 3, abs=0.05)
+    assert second.repeats == 1.0 and sum(counted) <= 1200
 
 
 def test_a_limit_of_held_out_rows_takes_some_of_all_in_their_order(tmp_path: Path, cache: Path) -> None:

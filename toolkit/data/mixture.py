@@ -45,6 +45,7 @@ def mix(
     seed: int,
     eval_seed: int | None = None,
     unusable: NDArray[np.bool_] | None = None,
+    counts: list[int] | None = None,
 ) -> Mixture:
     """Chooses rows, the same ones for the same arguments.
 
@@ -59,6 +60,7 @@ def mix(
         eval_seed: Which ones, the same for every `seed`; by default `seed` says it.
         unusable: Whether nothing is trained of a row, shape (rows,). Such rows have no part in shares and limits, and
             stand once.
+        counts: Rows to take from every source, instead of those that the weights say.
 
     Raises:
         UserError: Nothing would be left to train on, or nothing to hold out.
@@ -82,12 +84,32 @@ def mix(
     without = np.zeros(len(content), bool) if unusable is None else unusable
     left_out, rows = rows[without[rows]], rows[~without[rows]]
     parts = [rows[source[rows] == number] for number in range(len(weights))]
-    counts = _counts([len(part) for part in parts], weights)
+    counts = counts or _counts([len(part) for part in parts], weights)
     train = np.concatenate([_repeat(part, count, rng) for part, count in zip(parts, counts, strict=True)])
     if max_samples is not None and max_samples < len(train):
         train = train[np.sort(rng.permutation(len(train))[:max_samples])]
     train = np.concatenate([train, left_out])
     return Mixture(rng.permutation(train) if shuffle else train, held_out, len(content) - len(first))
+
+
+def weighs(weights: list[float | None]) -> bool:
+    """Whether rows repeat so that sources have their shares."""
+    return len(weights) > 1 and any(weight is not None for weight in weights)
+
+
+def counts_for_usable(source: Indices, usable: NDArray[np.bool_], sources: int) -> list[int]:
+    """Rows to take from every source for as large a sample, of which the usable ones are expected to stand in the
+    shares that all rows of the sample have.
+
+    Args:
+        source: Number of the source of each row of the sample, shape (rows,).
+        usable: Whether something is trained of it, shape (rows,).
+        sources: How many there are.
+    """
+    sampled, kept = (np.bincount(source, weights, minlength=sources) for weights in (None, usable))
+    # Of a source without any usable row more rows would be as useless.
+    wanted = sampled.astype(float) * np.where(kept > 0, sampled / np.maximum(kept, 1), 1.0)
+    return [math.ceil(count) for count in wanted * len(source) / wanted.sum()]
 
 
 def _counts(sizes: list[int], weights: list[float | None]) -> list[int]:

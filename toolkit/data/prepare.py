@@ -34,7 +34,7 @@ from toolkit.data.chat_template import check_variables
 from toolkit.data.classes import survey
 from toolkit.data.encode import Encoder
 from toolkit.data.messages import without_use
-from toolkit.data.mixture import mix
+from toolkit.data.mixture import Indices, counts_for_usable, mix, weighs
 from toolkit.data.own_answers import longest_rows, prompts_of
 from toolkit.data.problems import find_problems
 from toolkit.data.row_table import collect
@@ -221,15 +221,14 @@ def _build(
         mix,
         source[is_train],
         content[is_train],
-        weights,
         eval_fraction=data.eval_split if isinstance(data.eval_split, float) else None,
+        max_samples=data.max_samples,
         deduplicate=data.deduplicate,
         shuffle=data.shuffle,
         seed=recipe.seed,
         eval_seed=data.eval_seed,
     )
-    # Shares are of rows that are trained on, which only their tokens say.
-    mixture = choose(max_samples=None if _weighs(weights) else data.max_samples)
+    mixture = choose(weights)
     chosen_eval = np.concatenate([mixture.eval, np.flatnonzero(~is_train)])
     if data.eval_max_samples is not None and data.eval_max_samples < len(chosen_eval):
         seed = recipe.seed if data.eval_seed is None else data.eval_seed
@@ -242,13 +241,23 @@ def _build(
         found = survey(rows["row"], is_train, [*declared])
         chunker = dataclasses.replace(chunker, classes=found.names)
 
-    distinct = np.unique(np.concatenate([mixture.train, chosen_eval]))
-    chunks = tokenise(rows.select(distinct), chunker, data.num_proc, scratch / "tokens.arrow")
-    tokens = TokenTable(chunks, chunker, rows.select_columns("where").select(distinct), recipe, found)
-    if _weighs(weights):
-        unusable = np.zeros(len(content), bool)
-        unusable[distinct] = tokens.trained == 0
-        mixture = choose(max_samples=data.max_samples, unusable=unusable[is_train])
+    def tokenised(train: Indices, name: str) -> tuple[Indices, TokenTable]:
+        distinct = np.unique(np.concatenate([train, chosen_eval]))
+        chunks = tokenise(rows.select(distinct), chunker, data.num_proc, scratch / name)
+        return distinct, TokenTable(chunks, chunker, rows.select_columns("where").select(distinct), recipe, found)
+
+    distinct, tokens = tokenised(mixture.train, "tokens.arrow")
+    if weighs(weights):
+        # Shares are of rows that are trained on, which only their tokens say.
+        usable = np.ones(len(content), bool)
+        usable[distinct] = tokens.trained > 0
+        if len(mixture.train) != data.max_samples:
+            mixture = choose(weights, unusable=~usable[is_train])
+        elif not usable[mixture.train].all():
+            # Not all rows are tokenised for a sample of them, which says how many of each source are used.
+            counts = counts_for_usable(source[mixture.train], usable[mixture.train], len(train))
+            mixture = choose(weights, counts=counts)
+            distinct, tokens = tokenised(mixture.train, "tokens_again.arrow")
     sides = {"train": np.searchsorted(distinct, mixture.train), "eval": np.searchsorted(distinct, chosen_eval)}
 
     for number, figures in enumerate(sources):
@@ -312,11 +321,6 @@ def _build(
     shutil.rmtree(scratch)
 
 
-def _weighs(weights: list[float | None]) -> bool:
-    """Whether rows repeat so that sources have their shares."""
-    return len(weights) > 1 and any(weight is not None for weight in weights)
-
-
 def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[Sample]:
     """The first rows that can be asked for; most templates refuse to open a conversation that the assistant begins."""
     samples: list[Sample] = []
@@ -345,7 +349,7 @@ def _fingerprint(
         "data": recipe.data.model_dump(exclude={"num_proc", "num_workers", "sources", "eval_sources", "eval_seed"}),
         # Only where it is set: what was prepared without it is still right.
         **({} if recipe.data.eval_seed is None else {"eval_seed": recipe.data.eval_seed}),
-        **({"shares": "of usable rows"} if _weighs([each.weight for each in recipe.data.sources]) else {}),
+        **({"shares": "of usable rows"} if weighs([each.weight for each in recipe.data.sources]) else {}),
         "sources": [[reader.source.model_dump(), reader.fingerprint()] for reader in readers],
         "objective": recipe.rows_for,
         "seq_len": recipe.batch.seq_len,
