@@ -101,7 +101,7 @@ def test_strategy_may_extend_another_and_lie_in_a_folder_that_is_named(folder: P
     ("text", "words"),
     [
         ("name: zero2\nbucket: 5\n", "strategy.bucket: unknown key  (recipes/strategy/mine.yaml:2)"),
-        ("name: [zero2\n", "recipes/strategy/mine.yaml:2"),
+        ("name: [zero2\n", "recipes/strategy/mine.yaml:1"),
         ("zero2\n", "must be a mapping of keys  (recipes/strategy/mine.yaml:1)"),
         ("name: zero2\noffload_optimizer: nvme\n", "set strategy.offload_optimizer=cpu"),
     ],

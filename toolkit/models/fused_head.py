@@ -24,7 +24,7 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
 from toolkit.data.encode import IGNORE
-from toolkit.models.head_chunk import JUDGED, head_chunk
+from toolkit.models.head_chunk import JUDGED, chunks, head_chunk
 from toolkit.models.layer_sums import largest_over_parts, one_for_parts, sum_over_parts
 from toolkit.models.tensor_parallel import Part
 
@@ -266,12 +266,6 @@ def _scored(
     for rows in chunks(tokens, chunk):
         score(rows)
     return log_probs, [to_hidden, to_weight, to_bias]
-
-
-def chunks(tokens: int, size: int) -> Iterator[slice]:
-    """So many tokens each; the last one may have fewer."""
-    for start in range(0, tokens, size):
-        yield slice(start, start + size)
 
 
 def _by_kernels(logits: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor | None, rest: _Rest) -> torch.Tensor:

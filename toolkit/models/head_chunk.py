@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 ON_CPU = 256
 """Tokens there: more make its products no faster."""
 _MOST, _STEP = 4096, 128
@@ -24,3 +26,9 @@ def head_chunk(vocabulary: int, itemsize: int, on_cpu: bool) -> int:
     if on_cpu:
         return ON_CPU
     return max(_STEP, min(_MOST, _BYTES // max(1, vocabulary * itemsize)) // _STEP * _STEP)
+
+
+def chunks(tokens: int, size: int) -> Iterator[slice]:
+    """So many tokens each; the last one may have fewer."""
+    for start in range(0, tokens, size):
+        yield slice(start, start + size)

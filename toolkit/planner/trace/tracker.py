@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from toolkit.models.context_parallel import GATHER
 from toolkit.models.expert_parallel import SEND
-from toolkit.models.fused_head import chunks
+from toolkit.models.head_chunk import chunks
 from toolkit.models.layer_sums import SUMS
 
 CATEGORIES = ("activations", "casts", "logits", "gradients", "chunks")
@@ -147,7 +147,7 @@ class Tracker(TorchDispatchMode):
             self._sizes[key] = (0, 0)
 
     def chunks(self, tokens: int, size: int) -> Iterator[slice]:
-        """Those of `fused_head.chunks` that differ: all but the first and the last do what the second one does, which
+        """Those of `head_chunk.chunks` that differ: all but the first and the last do what the second one does, which
         is noted as often as there are such."""
         each = list(chunks(tokens, size))
         alike = len(each) - 2
