@@ -339,7 +339,7 @@ def test_steps_are_as_long_as_elsewhere_in_the_plan() -> None:
 
 def test_rows_that_no_device_holds_are_shared_by_as_few_as_fit() -> None:
     overrides = ["batch.seq_len=131072", "batch.global_batch_size=24", "strategy.name=fsdp"]
-    overrides += ["activation_checkpointing=offload", "activation_checkpointing.mlp_tiles=8"]
+    overrides += ["activation_checkpointing=offload", "activation_checkpointing.mlp_tiles=4"]
     loaded = load("llama_3_1_8b_lora", overrides)
     plan = estimate(loaded.recipe, loaded.name, find("rtx4080x4x2"))
     assert plan.fit.answer == "no"
