@@ -60,6 +60,7 @@ from toolkit.train.setup import Callbacks, set_up
 from toolkit.train.snapshots import put
 from toolkit.train.startup import StartUp
 from toolkit.train.storage import flush, flush_all, unwritable
+from toolkit.train.torn_libraries import remove_torn
 from toolkit.train.unpickling import only_data
 from toolkit.train.watchdog import Watchdog, beat, watching
 
@@ -125,6 +126,7 @@ def _train(
                 _log.warning("%s", warning)
         if recipe.strategy.zero_stage:
             compiled_ops.wait_for_compilers()
+        remove_torn()
         source = ModelSource.open(recipe)
         with (
             swap_folder(recipe, world, functools.partial(nvme_bytes, loaded, world, source)) as swap,
