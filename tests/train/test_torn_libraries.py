@@ -51,6 +51,11 @@ def test_one_that_is_being_linked_stays(library: Path) -> None:
     assert not library.exists()
 
 
-def test_without_a_folder_of_compiled_code_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+def test_without_a_folder_of_compiled_code_the_users_own_files_stay(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.write_bytes(b"")
+    monkeypatch.chdir(library.parent.parent)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     remove_torn()
+    assert library.exists()

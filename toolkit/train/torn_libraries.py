@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import sys
 from pathlib import Path
 
 from filelock import Timeout
@@ -23,7 +24,7 @@ _HEADER = struct.Struct("<4s36xQ10xHH2x")
 def remove_torn() -> None:
     """Removes those that nobody is linking right now. Reads 64 bytes of each library."""
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
-    if not folder.is_absolute():
+    if sys.platform != "linux" or not folder.is_absolute():
         return
     removed = 0
     for library in [file for kind in ("so", "o") for file in folder.glob(f"??/*.{kind}") if is_torn(file)]:
