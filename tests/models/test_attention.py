@@ -36,8 +36,8 @@ from toolkit.models.tiny import tiny_model as tiny_copy
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.schema import ATTENTION_BACKENDS
-from toolkit.train.evaluate import reading_masks
 from toolkit.train.export import load_base
+from toolkit.train.generation import reading_masks
 from toolkit.train.verify import check_isolation
 
 GEMMA2 = model_configs.bundled()["google/gemma-2-2b-it"].config

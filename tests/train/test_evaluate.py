@@ -17,7 +17,8 @@ from small import LORA, NF4, SEQ2SEQ, place_with, set_up, with_callbacks
 from tiny import tiny_kind
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
-from toolkit.train.evaluate import answer, generate, generated_metrics, held_out_loss, inputs_on
+from toolkit.train.evaluate import answer, generate, generated_metrics, held_out_loss
+from toolkit.train.generation import inputs_on
 from toolkit.train.main import main
 
 place = place_with("llama", "moe", "gpt2", "blenderbot")

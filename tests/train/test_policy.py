@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import warnings
@@ -77,7 +78,7 @@ def test_a_number_picks_the_token_whose_share_it_falls_into() -> None:
             kept = order[: int((wanted[order].cumsum(0) < top_p).sum()) + 1]
             wanted = torch.zeros_like(wanted).index_copy(0, kept, wanted[kept])
             wanted /= wanted.sum()
-        picked = Drawn(numbers, 3, temperature, top_p)(torch.zeros(20_000, 3), logits.expand(20_000, -1)).argmax(-1)
+        picked = Drawn(numbers, temperature, top_p)(torch.zeros(20_000, 3), logits.expand(20_000, -1)).argmax(-1)
         shares = torch.bincount(picked, minlength=12) / 20_000
         assert (shares - wanted).abs().max() < 1e-3, (temperature, top_p)
 
@@ -93,6 +94,24 @@ def test_answers_do_not_depend_on_what_is_asked_beside_them() -> None:
     later = trainer._rollouts([[3]], 6)[0][0]
     assert later.answers != together[0].answers
     assert (uniform(1, 2, 3, 4, 5) == uniform(1, 2, 3, 4, 5)).all() and (uniform(1, 2, 3, 4, 5) < 1).all()
+
+
+@pytest.mark.parametrize("prompts", [[[5, 6, 7, 8], [9], [5, 6, 7, 8], [9]], [[9], [9], [8]]], ids=["several", "short"])
+def test_a_prompt_is_read_once_for_all_of_its_answers(prompts: list[list[int]]) -> None:
+    """And the answers are the same, drawn or likeliest."""
+    trainer = set_up("seed=3").trainer
+    read: list[int] = []
+    model = trainer.model
+    model.get_input_embeddings().register_forward_hook(lambda _, args, __: read.append(args[0].numel()))
+    numbers = np.random.default_rng(1).random((len(prompts), 6))
+    asker, cpu = trainer.asker, torch.device("cpu")
+    assert asker.reads_once
+    once = asker.answers(model, prompts, cpu, numbers)
+    first, longest = read[:2], max(2, *map(len, prompts))
+    # The different prompts but for their last tokens, and then one token of each answer at a time.
+    assert first == [2 * (longest - 1), len(prompts)]
+    anew = dataclasses.replace(asker, reads_once=False)
+    assert once == anew.answers(model, prompts, cpu, numbers) and len({*map(str, once)}) > 1
 
 
 def trl_loss(kind: str, inputs: dict[str, Any], folder: Path, **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -363,6 +382,8 @@ def test_the_plan_counts_what_is_generated(capsys: Any) -> None:
     assert less["answers"] == 5 and more["work"]["tokens_per_step"] == pytest.approx(
         2 * less["work"]["tokens_per_step"]
     )
+    # A prompt is read once for however many answers.
+    assert more["work"]["generation_seconds"] < 2 * less["work"]["generation_seconds"]
     caches = [each["memory"][0]["phases"]["generation"]["cache"] for each in (less, more)]
     # Keys and values of 2 layers with 2 heads of 16, in fp32, for each token of each of the step's sequences.
     assert caches[1] == 2 * caches[0] > 0

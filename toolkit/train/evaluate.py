@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object, send_to_device
-from transformers import GenerationConfig
-from transformers.pytorch_utils import move_to_device
 
 from toolkit.common import UserError, first_line
 from toolkit.data.audit import Audit
@@ -24,13 +22,14 @@ from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.data.thoughts import text_of
 from toolkit.models import expert_parallel
-from toolkit.models.attention import IMPLEMENTATIONS, OTHER_POSITIONS, with_mask
+from toolkit.models.attention import OTHER_POSITIONS
 from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_idle
 from toolkit.models.pipeline import piped
 from toolkit.models.shared_rows import sharing
 from toolkit.report.held_out_rows import joined, per_count
 from toolkit.report.rewards import MARGIN
+from toolkit.train.generation import inputs_on, own_positions, read_once, reading_masks, without_defaults
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
 
@@ -156,16 +155,6 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-_KEPT = (
-    *("bos_token_id", "decoder_start_token_id", "forced_bos_token_id"),
-    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
-    *("cache_implementation", "cache_config"),
-)
-"""What is kept of a generation config: how answers begin, tokens that are no text, and the cache."""
-_OF_BEAMS = ("early_stopping", "length_penalty")
-"""How several beams are compared, which is no matter of one."""
-
-
 def as_prompt(
     tokenizer: Any, text: str, audit: Audit, stop_token_ids: frozenset[int], template_kwargs: dict[str, Any]
 ) -> list[int]:
@@ -211,9 +200,10 @@ def generate(
     num_beams: int = 1,
     device: torch.device | None = None,
     streamer: Any = None,
+    repeated: bool = False,
 ) -> torch.Tensor:
     """Generates one answer per prompt, greedily unless `sample` says otherwise, from what the model says alone: see
-    `_without_defaults`.
+    `without_defaults`.
 
     Args:
         model: An unwrapped Transformers or PEFT model.
@@ -223,6 +213,8 @@ def generate(
         sample: Keyword arguments for sampling, e.g. `{"temperature": 0.7, "top_p": 0.9}`.
         device: Where the model computes, if that is not where its parameters are.
         streamer: One of Transformers', which gets each token as it comes.
+        repeated: Whether prompts are asked several times, so that each is read once. Of processes that compute
+            together, all say the same.
 
     Returns:
         (prompts, tokens) token ids of the answers, filled up with padding after the one that ended each.
@@ -235,8 +227,9 @@ def generate(
     # Decoders continue at the right edge, so they are padded on the left.
     side = "right" if encoder_decoder else "left"
     batch = tokenizer.pad(
-        {"input_ids": list(prompts)}, padding_side=side, return_attention_mask=True, return_tensors="pt"
-    ).to(device)
+        {"input_ids": list(prompts)}, padding="max_length", max_length=max(1 + repeated, *map(len, prompts)),
+        padding_side=side, return_attention_mask=True, return_tensors="pt",
+    ).to(device)  # fmt: skip
     context = torch.autocast(device.type, getattr(torch, autocast)) if autocast else nullcontext()
     kwargs = {"do_sample": bool(sample), **(sample or {})}
     if kwargs["do_sample"]:
@@ -244,23 +237,27 @@ def generate(
         kwargs = {"top_k": 0, **kwargs}
     # While training, mixtures of experts return router logits for their auxiliary loss; generation cannot use them.
     routed = hasattr(model.config.get_text_config(), "output_router_logits")
-    without_router_logits = {"output_router_logits": False} if routed else {}
+    reading = {
+        "use_cache": True,
+        "pad_token_id": tokenizer.pad_token_id,
+        # Where tokens travel, a process whose answer is complete goes on until all are.
+        "synced_gpus": True if expert_parallel.dividing() > 1 else None,
+        **({"output_router_logits": False} if routed else {}),
+    }
     with (
         evaluating(model), torch.no_grad(), context, reading_masks(model), inputs_on(model, device),
-        _own_positions(model), _without_defaults(model, num_beams),
+        own_positions(model), without_defaults(model, num_beams),
     ):  # fmt: skip
         try:
+            known = read_once(model, prompts, batch, **reading) if repeated else {}
             generated = model.generate(
                 **batch,
+                **known,
+                **reading,
                 # The last token is not read, so that one is always left.
                 max_new_tokens=max(1, min(max_new_tokens, *(positions_left(model, each) for each in prompts))),
                 num_beams=num_beams,
-                use_cache=True,
-                pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=sorted(stop_token_ids) or None,
-                **without_router_logits,
-                # Where tokens travel, a process whose answer is complete goes on until all are.
-                synced_gpus=True if expert_parallel.dividing() > 1 else None,
                 **({"streamer": streamer} if streamer else {}),
                 **kwargs,
             )
@@ -292,74 +289,6 @@ def session_answers(session: Session, prompts: Sequence[list[int]], num_beams: i
         num_beams=num_beams,
         device=session.trainer.args.device,
     )
-
-
-@contextmanager
-def _without_defaults(model: Any, num_beams: int) -> Iterator[None]:
-    """Without what a model's generation config asks of answers: penalties for words that come again, least lengths, an
-    end at the limit, or how many of the likeliest tokens are drawn from. They were chosen for the model as it was
-    published, and would change what was trained; an end at the limit would count as the model's own."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    holders = [each for each in (model, base) if getattr(each, "generation_config", None) is not None]
-    kept = [each.generation_config for each in holders]
-    names = (*_KEPT, *(_OF_BEAMS if num_beams > 1 else ()))
-    for each, config in zip(holders, kept, strict=True):
-        given = {name: getattr(config, name, None) for name in names}
-        each.generation_config = GenerationConfig(**{name: value for name, value in given.items() if value is not None})
-    try:
-        yield
-    finally:
-        for each, config in zip(holders, kept, strict=True):
-            each.generation_config = config
-
-
-@contextmanager
-def _own_positions(model: Any) -> Iterator[None]:
-    """RoBERTa and its kin count positions on from that of padding, as they do in training; `generate` counts from 0."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if base.config.model_type not in OTHER_POSITIONS:
-        yield
-        return
-
-    def count_on(_: Any, args: Any, kwargs: Any) -> Any:
-        if kwargs.get("position_ids") is not None:
-            kwargs["position_ids"] = kwargs["position_ids"] + base.config.pad_token_id + 1
-        return args, kwargs
-
-    hook = base.register_forward_pre_hook(count_on, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def inputs_on(model: Any, device: torch.device) -> Iterator[None]:
-    """Has every forward pass take its inputs on a device. `generate` moves them to where the parameters are, which
-    under FSDP's offload is the host, though units compute on the GPU."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    hook = base.register_forward_pre_hook(
-        lambda _, args, kwargs: (move_to_device(args, device), move_to_device(kwargs, device)), with_kwargs=True
-    )
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def reading_masks(model: Any) -> Iterator[None]:
-    """While this context lasts, attention reads masks. Generation pads on the left and keeps a cache, which
-    document-boundary backends do not read; flex attention has no kernel for prompts shorter than a block."""
-    trained_with = model.config._attn_implementation
-    if trained_with in (IMPLEMENTATIONS["eager"], IMPLEMENTATIONS["sdpa"]):
-        yield
-        return
-    model.set_attn_implementation(IMPLEMENTATIONS[with_mask(model.config.to_dict())])
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(trained_with)
 
 
 def generated_metrics(session: Session, batch_size: int) -> dict[str, float]:

@@ -28,7 +28,8 @@ from toolkit.models.heads import read_at
 from toolkit.models.preference import reward_losses
 from toolkit.recipe.preference import Preference
 from toolkit.train.classes import MOST_CONFUSED, class_figures, entity_counts, entity_figures, entity_types
-from toolkit.train.evaluate import evaluating, reading_masks
+from toolkit.train.evaluate import evaluating
+from toolkit.train.generation import reading_masks
 from toolkit.train.preference import OF_ANSWERS
 from toolkit.train.session import Session
 from toolkit.train.told import Measurement, Telling

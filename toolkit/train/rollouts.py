@@ -101,11 +101,10 @@ class Drawn(LogitsProcessor):
 
     Args:
         numbers: (sequences, tokens), of each sequence for each token that it may have.
-        begin: Tokens of the prompts, padding included.
     """
 
-    def __init__(self, numbers: torch.Tensor, begin: int, temperature: float, top_p: float) -> None:
-        self._numbers, self._begin, self._temperature = numbers, begin, temperature
+    def __init__(self, numbers: torch.Tensor, temperature: float, top_p: float) -> None:
+        self._numbers, self._temperature = iter(numbers.unbind(1)), temperature
         self._top_p = TopPLogitsWarper(top_p) if top_p < 1 else None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -113,7 +112,7 @@ class Drawn(LogitsProcessor):
         if self._top_p:
             scores = self._top_p(input_ids, scores)
         cumulated = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
-        number = self._numbers[:, input_ids.shape[1] - self._begin, None] * cumulated[:, -1:]
+        number = next(self._numbers)[:, None] * cumulated[:, -1:]
         picked = torch.searchsorted(cumulated, number, right=True).clamp(max=scores.shape[1] - 1)
         return torch.full_like(scores, -math.inf).scatter_(1, picked, 0.0)
 
@@ -142,6 +141,7 @@ class Asker:
         stops: Tokens that end an answer.
         autocast: Name of the dtype the model computes in, or None.
         scorer: Scores answers.
+        reads_once: Whether a prompt that gets several answers is read once for all of them.
     """
 
     recipe: Recipe
@@ -149,6 +149,7 @@ class Asker:
     stops: frozenset[int]
     autocast: str | None
     scorer: Scorer
+    reads_once: bool = False
 
     def answers(
         self, model: Any, prompts: Sequence[list[int]], device: torch.device, numbers: Numbers | None = None
@@ -162,14 +163,12 @@ class Asker:
         settings = self.recipe.rollout
         sample: dict[str, Any] = {"do_sample": False}
         if numbers is not None:
-            drawn = Drawn(
-                torch.from_numpy(numbers).to(device), max(map(len, prompts)), settings.temperature, settings.top_p
-            )
+            drawn = Drawn(torch.from_numpy(numbers).to(device), settings.temperature, settings.top_p)
             sample["logits_processor"] = LogitsProcessorList([drawn])
         with _as_it_is(model):
             found = generate(
                 model, self.tokenizer, prompts, settings.max_completion_tokens, self.stops, self.autocast, sample,
-                device=device,
+                device=device, repeated=self.reads_once and numbers is not None,
             )  # fmt: skip
         return [self._ended(ids) for ids in found.tolist()]
 

@@ -42,6 +42,7 @@ from toolkit.train.completion import Completion
 from toolkit.train.decide import decide
 from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.finite import Finite, Overflows
+from toolkit.train.generation import reads_once
 from toolkit.train.late_rows import TellLate
 from toolkit.train.model import TrainedModel, load_model
 from toolkit.train.objectives import settings_of, with_numbers
@@ -155,7 +156,10 @@ def _trainer(decided: Decided, arguments: TrainingArguments, trained: TrainedMod
         trainer.embedding, trainer.pooling = recipe.embedding, decided.source.pooling
         trainer.group = layout.global_batch_size
     if recipe.writes:
-        trainer.asker = Asker(recipe, tokenizer, decided.stop_token_ids, types.autocast, Scorer(recipe.rewards))
+        stops, scorer = decided.stop_token_ids, Scorer(recipe.rewards)
+        once = recipe.reinforces and not decided.server
+        once = once and reads_once(decided.source.config, recipe.objective, recipe.model.trust_remote_code)
+        trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, scorer, once)
         trainer.folder = folder.path if decided.leads else None
     if recipe.reinforces:
         trainer.resumed = folder.resume_from

@@ -141,7 +141,8 @@ class Step:
         self.generation = 0.0
         if generates(self._recipe):
             times, count = turns(workload)
-            once = times * self.generation_seconds(count, prompt_tokens(workload, load))
+            answers = self._recipe.rollout.num_generations if self._recipe.reinforces else 1
+            once = times * self.generation_seconds(count, prompt_tokens(workload, load), answers)
             self.generation = once / self._recipe.policy.num_iterations
         if self._recipe.reinforces:
             # The reference; of RLOO, whose reward it is a part of, the policy, too.
@@ -176,18 +177,23 @@ class Step:
         sending = [each for each in self._sent if each.during == "forward"]
         return computing + self._pipelined(sum(map(self._transfer_seconds, sending)), computing)
 
-    def generation_seconds(self, count: int, prompt: float) -> float:
-        """Answers to so many prompts of so many tokens, at once, each as long as it may be."""
+    def generation_seconds(self, count: int, prompt: float, each: int = 1) -> float:
+        """So many answers at once, each as long as it may be, to prompts of so many tokens.
+
+        Args:
+            each: Answers to the same prompt, which is read once.
+        """
         tokens = self._recipe.rollout.max_completion_tokens
 
-        def load(length: float) -> Load:
-            padded, pairs = count * length, count * length**2
-            return Load(padded, padded, pairs, pairs, pairs, length, float(count))
+        def load(rows: int, length: float) -> Load:
+            padded, pairs = rows * length, rows * length**2
+            return Load(padded, padded, pairs, pairs, pairs, length, float(rows))
 
         held = states(self._workload)
         read = held.parameters + held.adapters + kept(self._workload, count)
         reading = read / (self._hardware.device.bandwidth * self._of(self._hardware.efficiency(self._dtype).bandwidth))
-        return self._reading_seconds(load(prompt)) + tokens * (self._reading_seconds(load(1.0)) + reading)
+        asked = self._reading_seconds(load(math.ceil(count / each), prompt))
+        return asked + tokens * (self._reading_seconds(load(count, 1.0)) + reading)
 
     def save_seconds(self, saved: Disk) -> float:
         """A checkpoint, until the process and the machine that write most of it have done so. For what comes after

@@ -1,0 +1,160 @@
+"""What surrounds Transformers' `generate`, so that a model that is being trained writes as it was trained to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.pytorch_utils import move_to_device
+
+from toolkit.models.attention import IMPLEMENTATIONS, OTHER_POSITIONS, with_mask
+from toolkit.models.tiny import by_itself, tiny_model
+
+_KEPT = (
+    *("bos_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    *("cache_implementation", "cache_config"),
+)
+"""What is kept of a generation config: how answers begin, tokens that are no text, and the cache."""
+_ROUNDED = 1e-4
+"""Share of the largest logit that rounding may change in fp32."""
+_OF_BEAMS = ("early_stopping", "length_penalty")
+"""How several beams are compared, which is no matter of one."""
+
+
+@contextmanager
+def without_defaults(model: Any, num_beams: int) -> Iterator[None]:
+    """Without what a model's generation config asks of answers: penalties for words that come again, least lengths, an
+    end at the limit, or how many of the likeliest tokens are drawn from. They were chosen for the model as it was
+    published, and would change what was trained; an end at the limit would count as the model's own."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    holders = [each for each in (model, base) if getattr(each, "generation_config", None) is not None]
+    kept = [each.generation_config for each in holders]
+    names = (*_KEPT, *(_OF_BEAMS if num_beams > 1 else ()))
+    for each, config in zip(holders, kept, strict=True):
+        given = {name: getattr(config, name, None) for name in names}
+        each.generation_config = GenerationConfig(**{name: value for name, value in given.items() if value is not None})
+    try:
+        yield
+    finally:
+        for each, config in zip(holders, kept, strict=True):
+            each.generation_config = config
+
+
+@contextmanager
+def own_positions(model: Any) -> Iterator[None]:
+    """RoBERTa and its kin count positions on from that of padding, as they do in training; `generate` counts from 0."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.config.model_type not in OTHER_POSITIONS:
+        yield
+        return
+
+    def count_on(_: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = kwargs["position_ids"] + base.config.pad_token_id + 1
+        return args, kwargs
+
+    hook = base.register_forward_pre_hook(count_on, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def inputs_on(model: Any, device: torch.device) -> Iterator[None]:
+    """Has every forward pass take its inputs on a device. `generate` moves them to where the parameters are, which
+    under FSDP's offload is the host, though units compute on the GPU."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    hook = base.register_forward_pre_hook(
+        lambda _, args, kwargs: (move_to_device(args, device), move_to_device(kwargs, device)), with_kwargs=True
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def reading_masks(model: Any) -> Iterator[None]:
+    """While this context lasts, attention reads masks. Generation pads on the left and keeps a cache, which
+    document-boundary backends do not read; flex attention has no kernel for prompts shorter than a block."""
+    trained_with = model.config._attn_implementation
+    if trained_with in (IMPLEMENTATIONS["eager"], IMPLEMENTATIONS["sdpa"]):
+        yield
+        return
+    model.set_attn_implementation(IMPLEMENTATIONS[with_mask(model.config.to_dict())])
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(trained_with)
+
+
+def reads_once(config: Any, objective: str, trust_remote_code: bool = False) -> bool:
+    """Whether an architecture goes on from a prompt that was read before as if it read it anew, asked of a tiny copy.
+
+    Not those whose prompts attend in both directions, nor those that keep something else than keys and values.
+
+    Args:
+        config: The model's configuration object.
+        objective: As in the recipe.
+    """
+    whole, short = list(range(5, 25)), [30, 31]
+    prompts = [whole, short, whole]
+    ids = torch.tensor([[3] * (len(whole) - len(each)) + each for each in prompts])
+    # Without padding there are no masks, which some take another way for.
+    batches = [{"input_ids": ids, "attention_mask": (ids != 3).long()}, {"input_ids": ids[::2]}]
+    try:
+        model: Any = tiny_model(config, objective, trust_remote_code)
+        with by_itself(), torch.no_grad(), reading_masks(model), own_positions(model), without_defaults(model, 1):
+            return all(_goes_on(model, prompts[: len(batch["input_ids"])], batch) for batch in batches)
+    except Exception:  # A model's own code may raise anything for sizes that do not fit together.
+        return False
+
+
+def _goes_on(model: Any, prompts: Sequence[list[int]], batch: dict[str, torch.Tensor]) -> bool:
+    reading = {"use_cache": True, "pad_token_id": 3, "synced_gpus": False}
+    anew, once = (
+        model.generate(
+            **batch, **reading, **known,
+            max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True,
+        ).logits
+        for known in ({}, read_once(model, prompts, batch, **reading))
+    )  # fmt: skip
+    apart = max(float((each - other).abs().max()) for each, other in zip(anew, once, strict=True))
+    return apart <= _ROUNDED * float(anew[0].abs().max())
+
+
+def read_once(
+    model: Any, prompts: Sequence[list[int]], batch: dict[str, torch.Tensor], **arguments: Any
+) -> dict[str, Any]:
+    """Reads prompts that are asked for several answers once, but for their last tokens, from which `generate` goes on.
+    For architectures that `reads_once` says this of.
+
+    Args:
+        prompts: As they are asked, with repetitions.
+        batch: The same as `generate` takes them, (prompts, tokens) each, padded on the left to two tokens at least.
+        arguments: Others of `generate` that concern how a model reads.
+
+    Returns:
+        What `generate` takes beside the batch: a cache with a copy for each answer.
+    """
+    numbers: dict[tuple[int, ...], int] = {}
+    places = [numbers.setdefault(tuple(each), len(numbers)) for each in prompts]
+    firsts = [places.index(number) for number in range(len(numbers))]
+    cache = model.generate(
+        **{name: values[firsts, :-1] for name, values in batch.items()},
+        **arguments,
+        max_new_tokens=1,
+        do_sample=False,
+        return_dict_in_generate=True,
+    ).past_key_values
+    cache.reorder_cache(torch.tensor(places, device=batch["input_ids"].device))
+    # Vision-language models keep by how much their positions are off in a batch, which has been another one.
+    for module in model.modules():
+        if getattr(module, "rope_deltas", None) is not None:
+            module.rope_deltas = None
+    return {"past_key_values": cache}
