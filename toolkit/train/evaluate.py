@@ -23,6 +23,7 @@ from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.data.thoughts import text_of
 from toolkit.models import expert_parallel
 from toolkit.models.attention import OTHER_POSITIONS
+from toolkit.models.decode_attention import decoding
 from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_idle
 from toolkit.models.pipeline import piped
@@ -246,7 +247,7 @@ def generate(
     }
     with (
         evaluating(model), torch.no_grad(), context, reading_masks(model), inputs_on(model, device),
-        own_positions(model), without_defaults(model, num_beams),
+        own_positions(model), without_defaults(model, num_beams), decoding(device),
     ):  # fmt: skip
         try:
             known = read_once(model, prompts, batch, **reading) if repeated else {}
