@@ -127,10 +127,31 @@ def trl(job: dict[str, Any]) -> Trainer:
         kind, config = trl.DPOTrainer, trl.DPOConfig(**given, precompute_ref_log_probs=True)
     elif objective == "reward":
         kind, config = trl.RewardTrainer, trl.RewardConfig(**given)
+    elif objective == "grpo":
+        return grpo(job, model, tokenizer, rows)
     else:
         kind, config = trl.SFTTrainer, trl.SFTConfig(**given, packing=job["packing"], assistant_only_loss=False)
     adapters = None if job["method"] == "full" else adapter(job)
     return kind(model=model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)
+
+
+def grpo(job: dict[str, Any], model: Any, tokenizer: Any, rows: Any) -> Trainer:
+    """TRL's GRPOTrainer, of which batches are answers: all of a step's are generated at once, as by the toolkit."""
+    import trl
+
+    settings = dict(each.split("=") for each in job["settings"])
+    answers, longest = (int(settings[f"rollout.{key}"]) for key in ("num_generations", "max_completion_tokens"))
+    given = arguments(job) | {"per_device_train_batch_size": job["micro"] * answers}
+    config = trl.GRPOConfig(**given, num_generations=answers, max_completion_length=longest)
+    adapters = None if job["method"] == "full" else adapter(job)
+
+    def reward(completions: list[Any], **columns: Any) -> list[float]:
+        return [float(len(answer[0]["content"])) for answer in completions]
+
+    return trl.GRPOTrainer(
+        model=model, reward_funcs=reward, args=config, train_dataset=rows, processing_class=tokenizer,
+        peft_config=adapters,
+    )  # fmt: skip
 
 
 def seq2seq_trainer(job: dict[str, Any]) -> Trainer:
@@ -159,8 +180,8 @@ def trainer(job: dict[str, Any]) -> Trainer:
 
     if job["objective"] == "seq2seq":
         return seq2seq_trainer(job)
-    if job["objective"] in ("dpo", "reward"):
-        raise SystemExit("error: compares no answers")
+    if job["objective"] in ("dpo", "reward", "grpo"):
+        raise SystemExit(f"error: trains no {job['objective']}")
     model, tokenizer = load(job)
     if job["method"] == "qlora":
         model = prepare_model_for_kbit_training(model, job["checkpointing"])
@@ -224,7 +245,8 @@ if __name__ == "__main__":
         llamafactory(described, meter)
     else:
         run = {"trl": trl, "trainer": trainer}[who](described)
-        meter.collate = run.data_collator
-        run.data_collator = meter
+        if described["objective"] != "grpo":  # Which counts the tokens of answers itself.
+            meter.collate = run.data_collator
+            run.data_collator = meter
         run.add_callback(meter)
         run.train()

@@ -72,6 +72,7 @@ class Job:
 FULL, LESS = "activation_checkpointing=full", "activation_checkpointing=elementwise"
 FP8, EIGHT_BIT = "method.quantization=fp8", "optimizer=adamw_8bit"
 PURE_FP8 = ("precision=pure_fp8", "compile=layers")
+REWARDED = ("rollout.num_generations=8", "rollout.max_completion_tokens=64", "rewards.length.max_tokens=16", "rewards.length.soft=48")
 CUDA_JOBS = (
     Job("1.2B full, checkpointing", "llama_1b", "full", 4096, 4, 4, True, True, "pure_bf16", (FULL,)),
     Job("1.2B full", "llama_1b", "full", 4096, 4, 4, precision="pure_bf16"),
@@ -99,6 +100,7 @@ CPU_JOBS = (
     Job("DPO, LoRA", "smollm2", "lora", 256, 8, 4, False, precision="auto", objective="dpo"),
     Job("reward, LoRA", "smollm2", "lora", 256, 8, 4, False, precision="auto", objective="reward"),
     Job("classification, LoRA", "smollm2", "lora", 256, 16, 8, False, precision="auto", objective="classification"),
+    Job("GRPO, LoRA", "smollm2", "lora", 256, 4, 1, False, precision="auto", settings=REWARDED, objective="grpo"),
     Job("tiny full, packed 128", "llama_tiny", "full", 128, 4, 4, precision="auto"),
 )
 
@@ -106,6 +108,7 @@ DOCSTRINGS = {
     "sft": builtin.docstring_rows,
     "dpo": builtin.docstring_pairs,
     "reward": builtin.docstring_pairs,
+    "grpo": lambda: [{"prompt": row["messages"][:1]} for row in builtin.docstring_rows()],
     "classification": builtin.docstring_kinds,
 }
 """Objective to rows of Python's own documentation."""
