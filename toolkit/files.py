@@ -17,7 +17,8 @@ from typing import Any
 
 from toolkit.common import UserError, concealed
 
-UNANSWERED = (errno.EIO, errno.ESTALE)
+ALSO_OF_SOCKETS = (errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT)
+UNANSWERED = (errno.EIO, errno.ESTALE, *ALSO_OF_SOCKETS)
 """Numbers of errors of a disk that does not answer now, such as one of a network: what lies there may be whole."""
 
 

@@ -116,7 +116,7 @@ class FastFolder:
             # Also for what tells of it.
             for file in told["files"]:
                 (self._target / name / file).unlink(missing_ok=True)
-            reason = unwritable(self._target.parent.parent, error) or error
+            reason = unwritable(self._target.parent.parent, error, writing=True) or error
             reason = reason if isinstance(reason, UserError) else UserError(in_a_line(reason))
             told["error"] = [reason.whole, reason.change]
             raise

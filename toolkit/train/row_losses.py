@@ -53,7 +53,7 @@ class RowLosses:
             write_atomically(self._file, found.model_dump_json() + "\n")
         except OSError as error:
             # Training goes on where the disk is full or does not answer, and comparisons do without.
-            if not unwritable(self._file.parent, error):
+            if not unwritable(self._file.parent, error, writing=True):
                 raise
 
     def change(self, before: Mapping[str, Any] | None, after: Mapping[str, Any], step: int) -> Estimate | None:

@@ -212,7 +212,7 @@ class Selection(TrainerCallback):
         try:
             snapshots.write(state, self._place(step), {"step": step})
         except Exception as error:
-            if not (reason := unwritable(self._session.folder.path, error)):
+            if not (reason := unwritable(self._session.folder.path, error, writing=True)):
                 raise
             return reason.whole, reason.change
         return None

@@ -100,11 +100,11 @@ class Saves:
         room(self._written).write_bytes(bytes(2**16))
 
     def _reason(self, error: BaseException) -> UserError | None:
-        return error if isinstance(error, UserError) else unwritable(self.folder.parent, error)
+        return error if isinstance(error, UserError) else unwritable(self.folder.parent, error, writing=True)
 
     def _reason_here(self, error: BaseException) -> UserError | None:
         """Why this machine cannot take a checkpoint in, if the disk is to blame."""
-        return unwritable(self._written, error, fast_folder.KEY) if self.fast else self._reason(error)
+        return unwritable(self._written, error, fast_folder.KEY, writing=True) if self.fast else self._reason(error)
 
     def complete(self, accelerator: Any, step: int) -> None:
         """Has what was written last made to count, behind the steps that follow. All processes must call this."""
