@@ -68,6 +68,14 @@ def unwritable(
     return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {again}")
 
 
+def unanswered(error: OSError) -> UserError:
+    """What to say of a file that is needed and may be whole, but is on a disk that does not answer."""
+    return UserError(
+        f"{error.filename} cannot be read: its disk does not answer ({error.strerror})",
+        "see that it is mounted, then type the same command; delete its folder only if the drive is broken",
+    )
+
+
 def check_new(output: Path, key: str) -> None:
     """Refuses a folder that `build_new` could not make, before what goes into it is computed.
 
