@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,8 +147,9 @@ def test_run_folder_that_a_group_shares_is_locked_by_whoever_trains(shared: Path
         assert "another process is training in" in as_nobody(shared, imports, code).stderr
 
 
+@pytest.mark.parametrize("written", [0.0, time.time() + 10 * 86_400], ids=["long ago", "before the clock was set back"])
 def test_what_killed_processes_have_left_of_anything_goes_once_it_is_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: float
 ) -> None:
     """Of data and settings that nobody prepares again, too."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
@@ -162,7 +164,7 @@ def test_what_killed_processes_have_left_of_anything_goes_once_it_is_old(
         (tmp_path / name).touch()
     file.touch()
     for each in (killed, running, file, of_others):
-        os.utime(each, (0, 0))
+        os.utime(each, (written, written))
     with cache.locked(tmp_path / "running.lock"):
         cache.build_once(tmp_path / "key", lambda folder: None)
         assert not killed.exists() and running.exists() and new.exists() and file.exists() and of_others.exists()

@@ -103,6 +103,7 @@ def test_work_goes_on_where_nobody_hears_of_it(gone: str, monkeypatch: pytest.Mo
         ("show --help", "| true", 0, ""),
         ("show --help", ">/dev/full", 0, ""),
         ("validate recipe=none", "2>/dev/full", 2, ""),
+        ("validate --all --recipes wrong", ">/dev/full", 2, "error: standard output cannot be written"),
         ("init", ">/dev/full", 1, "files that were written are there\n"),
     ],
 )
@@ -110,6 +111,8 @@ def test_a_command_ends_in_a_line_where_its_words_find_no_place(
     typed: str, redirected: str, status: int, said: str, tmp_path: Path
 ) -> None:
     """And says with its exit code what it did, not whether an error could be told."""
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / "mine.yaml").write_text("nonsense: 3\n", encoding="utf-8")
     shell = f'set -o pipefail; "$0" -m toolkit {typed} {redirected}'
     ended = subprocess.run(
         ["bash", "-c", shell, sys.executable], cwd=tmp_path, env=environment(), capture_output=True, text=True

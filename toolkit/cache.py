@@ -163,7 +163,8 @@ def _abandoned(place: Path) -> Iterator[Path]:
 
 def _is_old(partial: Path) -> bool:
     """Whether nobody can be writing it any more, also on a disk that keeps locks from other machines."""
-    return partial.stat().st_mtime < time.time() - _LONGEST_SECONDS
+    # Where the clock was set back, what was written lies in the future.
+    return abs(time.time() - partial.stat().st_mtime) > _LONGEST_SECONDS
 
 
 def share(folder: Path) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 from toolkit.common import UserError, concealed
 
-UNANSWERED = (errno.EIO, errno.ESTALE)
+ALSO_OF_SOCKETS = (errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT)
+UNANSWERED = (errno.EIO, errno.ESTALE, *ALSO_OF_SOCKETS)
 """Numbers of errors of a disk that does not answer now, such as one of a network: what lies there may be whole."""
 
 
@@ -98,11 +99,24 @@ def read_file(file: Path) -> bytes:
     """
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, "is no file, but a folder, a pipe or a device", str(file))
-    return file.read_bytes()
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        error.filename = str(file)  # Of one that was opened the system does not say which it is.
+        raise
 
 
-def set_aside(file: Path) -> Path:
-    """Renames a file that cannot be read, so that a new one takes its place and nothing of it is lost."""
+def set_aside(file: Path, why: BaseException | None = None) -> Path:
+    """Renames a file that cannot be read, so that a new one takes its place and nothing of it is lost.
+
+    Args:
+        why: The error of reading it.
+
+    Raises:
+        OSError: This error, if the disk does not answer: the file stays where it is, and may be whole.
+    """
+    if isinstance(why, OSError) and why.errno in UNANSWERED:
+        raise why
     names = (file.with_name(f"{file.name}.damaged{number or ''}") for number in itertools.count())
     place = next(name for name in names if not name.exists())
     return file.replace(place)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,33 +48,44 @@ def seal(checkpoint: Path, values: Mapping[str, Any]) -> Path:
     return checkpoint / _RECORD
 
 
-def read_seal(checkpoint: Path) -> dict[str, Any]:
-    """What `seal` recorded; empty if there is no record, or it is not as it was written."""
+def read_seal(checkpoint: Path, raised: Container[int] = ()) -> dict[str, Any]:
+    """What `seal` recorded; empty if there is no record, or it is not as it was written.
+
+    Args:
+        raised: Numbers of errors that are raised, where a record that cannot be read is not as if there were none.
+    """
     try:
         record = json.loads(read_file(_record(checkpoint)))
         digest = record.pop("sha256")
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        if isinstance(error, OSError) and error.errno in raised:
+            raise
         return {}
     return record if digest == content_hash(record) else {}
 
 
-def fault(checkpoint: Path) -> str:
-    """Why nothing can be read from a checkpoint, for a sentence that begins with its name; empty if it is whole."""
-    record = read_seal(checkpoint)
+def fault(checkpoint: Path, raised: Container[int] = ()) -> str:
+    """Why nothing can be read from a checkpoint, for a sentence that begins with its name; empty if it is whole.
+
+    Args:
+        raised: Numbers of errors of reading it that are raised.
+    """
+    record = read_seal(checkpoint, raised)
     if not record:
         file = _record(checkpoint)
         return f"is damaged: {file.name} is not as it was written" if file.exists() else "was cut off while saving"
-    if reason := damage(checkpoint, record["files"]):
+    if reason := damage(checkpoint, record["files"], raised):
         return reason
     added = sorted({*_files(checkpoint)} - record["files"].keys())
     return f"holds what was not saved with it: {_some(added)}" if added else ""
 
 
-def damage(folder: Path, sealed: Mapping[str, Sequence[Any]]) -> str:
+def damage(folder: Path, sealed: Mapping[str, Sequence[Any]], raised: Container[int] = ()) -> str:
     """What is wrong with the files of a folder, for a sentence that begins with its name; empty if nothing is.
 
     Args:
         sealed: Bytes and SHA-256 of each by its name, as `contents` has them.
+        raised: Numbers of errors of reading them that are raised.
     """
     there = {*_files(folder)}
     if missing := [name for name in sealed if name not in there]:
@@ -84,10 +95,17 @@ def damage(folder: Path, sealed: Mapping[str, Sequence[Any]]) -> str:
         changed = [name for name, (size, _) in sealed.items() if (folder / name).stat().st_size != size]
         now = {} if changed else contents(folder, sealed)
     except OSError as error:
-        return f"cannot be read: {error.strerror}: {error.filename}"
+        if error.errno in raised:
+            raise
+        return unread(error)
     if changed := changed or [name for name, content in now.items() if content != [*sealed[name]]]:
         return f"is damaged: {_some(changed)} differs from what was saved"
     return ""
+
+
+def unread(error: OSError) -> str:
+    """What `fault` says where reading ended with an error."""
+    return f"cannot be read: {error.strerror}: {error.filename}"
 
 
 def _files(checkpoint: Path) -> list[str]:
@@ -105,7 +123,11 @@ def contents(folder: Path, names: Iterable[str] | None = None) -> dict[str, list
 
     def content(name: str) -> tuple[str, list[Any]]:
         with (folder / name).open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            try:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            except OSError as error:
+                error.filename = str(folder / name)  # Of one that was opened the system does not say which it is.
+                raise
             return name, [stream.tell(), digest]
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:

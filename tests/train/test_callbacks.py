@@ -73,8 +73,8 @@ def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
     assert '"step": 6' in last and '"epoch": 3.0' in last and '"seconds": 100.' in last
 
 
-def test_metrics_that_cannot_be_opened_for_a_moment_lose_no_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_metrics_that_cannot_be_opened_for_a_moment_lose_no_line_and_this_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     meter = Meter(session(tmp_path, Length(20, None, 0, 5), [25] * 8))
     state = type("State", (), {"global_step": 0, "max_steps": 20, "log_history": []})()
@@ -83,13 +83,15 @@ def test_metrics_that_cannot_be_opened_for_a_moment_lose_no_line(
     def closed(file: Path, *args: Any, **kwargs: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
 
-    for step in range(1, 5):
+    for step in range(1, 6):
         with monkeypatch.context() as patch:
-            if step == 3:
+            if step in (3, 4):
                 patch.setattr(Path, "open", closed)
             meter.write(step, {"loss": 1.0})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+    (said,) = caplog.messages
+    assert "its disk does not answer" in said and "metrics from step 3 on are written when they can be" in said
 
 
 def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

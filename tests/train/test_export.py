@@ -193,3 +193,16 @@ def test_unfinished_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     (run / "final").rename(run / "moved")
     assert cli(["generate", str(run), "--prompt", "x"]) == 1
     assert "not finished" in capsys.readouterr().err
+
+
+def test_a_full_model_answers_where_its_run_was_copied_to_without_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("moved")
+    asked = ["--prompt", "what does str.title do?", "--max-new-tokens", "4"]
+    assert cli(["generate", str(run), *asked]) == 0
+    there = capsys.readouterr().out.splitlines()[-1:]
+    shutil.copytree(run, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    assert cli(["generate", "moved", *asked]) == 0
+    assert capsys.readouterr().out.splitlines()[-1:] == there

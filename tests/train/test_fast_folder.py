@@ -333,3 +333,31 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pyte
         machine(monkeypatch, tmp_path / "file", tmp_path / "run")
     with pytest.raises(UserError, match=r"checkpoint\.staging: this machine's part of a checkpoint takes"):
         FastFolder(recipe(tmp_path), World(), 2**60, aside(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_which_of_the_two_disks_does_not_answer_is_said(
+    tmp_path: Path, fast: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    one = machine(monkeypatch, fast, tmp_path / "run")
+    (target := aside(tmp_path / "run" / "checkpoints")).mkdir(parents=True)
+    part = one.place / "checkpoint-3" / "part-0.pt"
+    if gone:
+        listed = fast_folder._files
+        monkeypatch.setattr(fast_folder, "_files", lambda folder: listed(folder) | {"part-1.pt": 1})
+    else:
+        part.unlink()
+        part.symlink_to("/proc/self/mem")  # Reading it is an input/output error.
+    with pytest.raises(
+        UserError, match="was deleted before" if gone else r"cannot be read: Input/output error"
+    ) as said:
+        one.send(VALUES)
+    assert str(one.place) in said.value.what and "checkpoint.staging" in said.value.change
+    shutil.rmtree(target / "checkpoint-3")
+    part.unlink(missing_ok=True)
+    part.write_bytes(b"0123456789")
+    monkeypatch.undo()
+    (target / "checkpoint-3" / "part-0.pt").mkdir(parents=True)
+    with pytest.raises(OSError) as of_target:
+        one.send(VALUES)
+    assert str(of_target.value.filename) == str(target / "checkpoint-3" / "part-0.pt")

@@ -14,7 +14,7 @@ from small import LORA, NF4, SEQ2SEQ, place_with, trained, with_special_tokens
 
 from toolkit.cli.main import main as cli
 from toolkit.data.prepare import prepare
-from toolkit.report.evaluation import Evaluation
+from toolkit.report.evaluation import ROWS, Evaluation
 from toolkit.train import held_out
 from toolkit.train.export import opened
 
@@ -186,3 +186,15 @@ def test_a_damaged_file_of_results_is_kept_aside() -> None:
     assert "evaluation.json cannot be read" in Page((run / "report.html").read_text(encoding="utf-8")).text
     assert cli(["evaluate", str(run), "rows=2"]) == 0
     assert (run / "evaluation.json.damaged").read_text() == "{" and found(run).held_out
+
+
+def test_earlier_results_whose_disk_does_not_answer_stay_and_the_new_ones_are_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = trained("unanswered", *LORA, *HELD_OUT)
+    (run / "evaluation.json").symlink_to("/proc/self/mem")  # Reading it is an input/output error.
+    assert cli(["evaluate", str(run), "rows=2"]) == 1
+    told = capsys.readouterr()
+    assert "evaluation.json: Input/output error" in told.err and "chrF" in told.out, told
+    assert (run / "evaluation.json").is_symlink()
+    assert not (run / "evaluation.json.damaged").is_symlink() and not (run / ROWS).exists()

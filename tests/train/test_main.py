@@ -362,6 +362,27 @@ def test_a_disk_that_does_not_answer_is_one_message_and_nothing_changes(
     assert before == {file: file.read_bytes() for file in (place / "runs").rglob("*") if file.is_file()}
 
 
+def test_answers_before_training_are_not_set_aside_where_their_disk_does_not_answer(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipe=small"]) == 0
+    run = place / "runs" / "small"
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoints" / "checkpoint-12")
+    answers = (run / "samples.json").read_bytes()
+    (run / "samples.json").unlink()
+    (run / "samples.json").symlink_to("/proc/self/mem")  # Reading it is an input/output error.
+    capsys.readouterr()
+    assert main(["recipe=small"]) == 1
+    assert "its disk does not answer" in " ".join(capsys.readouterr().err.split())
+    assert (run / "samples.json").is_symlink() and not (run / "samples.json.damaged").is_symlink()
+    (run / "samples.json").unlink()
+    (run / "samples.json").write_bytes(answers)
+    assert main(["recipe=small"]) == 0
+    again = json.loads((run / "samples.json").read_bytes())
+    assert [row["before"] for row in again] == [row["before"] for row in json.loads(answers)]
+
+
 def test_folder_of_another_run_is_refused_and_untouched(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=small", "max_steps=2"]) == 0
     before = {file: file.read_bytes() for file in (place / "runs").rglob("*") if file.is_file()}

@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ class Hub(ThreadingHTTPServer):
         files: Content of what was committed.
         made: What was asked for when a repository was made.
         large: What refuses large files: `xet`, `batch` or `upload`; empty if none counts as large.
+        swallows: What of a method and path is never answered; empty if all is.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,8 @@ class Hub(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.made: list[dict[str, Any]] = []
         self.refuses = False
-        self.large = ""
+        self.large = self.swallows = ""
+        self.ends = Event()
 
     @property
     def address(self) -> str:
@@ -98,7 +100,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         self._answer({"error": _QUOTA})
 
+    def do_HEAD(self) -> None:
+        self._answer({})
+
     def _answer(self, content: dict[str, Any]) -> None:
+        if self.server.swallows and self.server.swallows in f"{self.command} {self.path}":
+            self.server.ends.wait()
         body = json.dumps(content).encode()
         self.send_response(403 if "error" in content else 200)
         self.send_header("Content-Type", "application/json")
@@ -112,6 +119,7 @@ def hub() -> Iterator[Hub]:
     with Hub() as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield server
+        server.ends.set()
         server.shutdown()
 
 
@@ -237,3 +245,26 @@ def test_what_ends_the_sending_of_a_large_file_is_said(
     assert "did not all reach me/x" in told and "storage is used up" in told and "README.md" not in told, told
     hub.large = ""
     assert main(["push", str(full), "me/x", "license=mit"]) == 0
+
+
+@pytest.mark.parametrize("swallows", ["HEAD /", "POST /api/models/me/x/commit", "PUT /storage"])
+def test_a_hub_that_stops_answering_ends_a_push_in_one_message(
+    full: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, swallows: str
+) -> None:
+    monkeypatch.setattr("toolkit.train.push._PATIENCE", 0.2)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # Between its attempts.
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.5")
+    hub.swallows, hub.large = swallows, "upload" if "storage" in swallows else ""
+    assert main(["push", str(full), "me/x", "license=mit"]) == 1
+    told = capsys.readouterr().err.splitlines()[-2:]
+    assert told[0].startswith("error: ") and ("timed out" in told[0] or "no answer in 0.5 s" in told[0]), told
+    assert not any("POST" in each for each in hub.asked) or "HEAD" not in swallows
+
+
+def test_a_card_that_was_deleted_is_written_again(full: Path, hub: Hub) -> None:
+    before = (full / "final" / "README.md").read_bytes()
+    (full / "final" / "README.md").unlink()
+    assert main(["push", str(full), "me/x", "license=mit"]) == 0
+    assert hub.files["README.md"] == (full / "final" / "README.md").read_bytes()
+    assert before.splitlines()[-5:] == hub.files["README.md"].splitlines()[-5:]

@@ -101,3 +101,13 @@ def test_a_damaged_file_is_set_aside() -> None:
     row_losses.RowLosses(training).keep(1, [[1.0] * 8, [1.0] * 8])
     assert kept(training.folder.path)["sums"] == {"1": [1.0] * 8}
     assert file.with_name(f"{file.name}.damaged").is_file()
+
+
+def test_a_file_whose_disk_does_not_answer_is_neither_set_aside_nor_replaced() -> None:
+    training = set_up("data.eval_split=0.2")
+    file = training.folder.path / row_losses.FILE
+    file.symlink_to("/proc/self/mem")  # Reading it is an input/output error.
+    losses = row_losses.RowLosses(training)
+    losses.keep(1, [[1.0] * 8, [1.0] * 8])
+    assert losses.change({"eval_loss": 1.0}, {"eval_loss": 1.0}, 1) is None
+    assert [each.name for each in file.parent.glob(f"{file.name}*")] == [file.name] and file.is_symlink()

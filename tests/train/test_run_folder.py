@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from toolkit.recipe import Loaded, load
 from toolkit.recipe.load import load_resolved
 from toolkit.report.load import read_run
 from toolkit.report.terminal import Progress
-from toolkit.seal import contents, seal
+from toolkit.seal import contents, read_seal, seal
 from toolkit.train import checkpoint, decide
 from toolkit.train import model as loading
 from toolkit.train.identity import recipe_hash
@@ -412,6 +412,32 @@ def test_a_claim_says_where_to_go_on_and_what_it_passes_over(place: Path) -> Non
         new = claim(small("checkpoint.resume=never"), 2)
         assert (new.path, new.resume_from) == (Path(f"runs/small-{number}"), None)
         (new.path / "metrics.jsonl").touch()
+
+
+@pytest.mark.parametrize("name", ["seal.json", "weights"])
+def test_a_run_does_not_begin_anew_because_no_checkpoint_can_be_read_now(place: Path, name: str) -> None:
+    """It would delete them."""
+    whole, later = stopped(), stopped(step=9)
+    for each in (whole, later):
+        (each / "weights").write_bytes(b"")
+        seal(each, read_seal(each))
+    with _unread(later / name):
+        assert claim(small(), 2).resume_from == whole
+        with _unread(whole / name), pytest.raises(UserError) as refused:
+            claim(small(), 2)
+    assert refused.value.what == f"{whole / name} cannot be read: its disk does not answer (Input/output error)"
+    assert claim(small(), 2).resume_from == later
+
+
+@contextmanager
+def _unread(file: Path) -> Iterator[None]:
+    """Has reading a file be an input/output error."""
+    content = file.read_bytes()
+    file.unlink()
+    file.symlink_to("/proc/self/mem")
+    yield
+    file.unlink()
+    file.write_bytes(content)
 
 
 def test_a_folder_that_is_trained_in_is_held() -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from small import populate
 from transformers import TrainerControl, TrainerState
 
+from toolkit.common import UserError
 from toolkit.recipe import Recipe
 from toolkit.report.load import read_run
 from toolkit.train import selection
@@ -265,6 +266,18 @@ def test_what_a_checkpoint_on_its_way_needs_is_kept(
         keeps.on_step_end(None, state, None)
         keeps.on_log(None, state, None, state.log_history[-1])
     assert sorted(place.name for place in (tmp_path / "snapshots").iterdir()) == ["step-2", "step-4", "step-6"]
+
+
+def test_a_snapshot_that_cannot_be_read_now_stays_and_the_run_ends(tmp_path: Path) -> None:
+    checkpoint = SimpleNamespace(keep_best="eval_loss", average_last=None)
+    trainer = SimpleNamespace(saves=SimpleNamespace(fast=None))
+    recipe = SimpleNamespace(checkpoint=checkpoint)
+    session: Any = SimpleNamespace(recipe=recipe, trainer=trainer, folder=RunFolder(tmp_path))
+    (snapshot := tmp_path / "snapshots" / "step-2").mkdir(parents=True)
+    (snapshot / "seal.json").symlink_to("/proc/self/mem")  # Reading it is an input/output error.
+    with pytest.raises(UserError, match="cannot be read: its disk does not answer"):
+        selection.Selection(session, pause=print)._found(4)
+    assert (snapshot / "seal.json").is_symlink()
 
 
 @pytest.mark.parametrize("choice", ["best", "mean"])

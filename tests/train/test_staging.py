@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import faults
@@ -13,10 +16,12 @@ from faults import engines, run, saved
 from harness import losses, metrics
 from ranks import Ranks
 
+from toolkit.common import in_background
 from toolkit.recipe import Recipe
 from toolkit.seal import fault, read_seal
 from toolkit.train import sealing
 from toolkit.train.sealing import aside, complete, complete_left
+from toolkit.train.staging import Saves
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +171,30 @@ def test_what_a_killed_process_had_yet_to_delete_is_deleted(
     complete_left(tmp_path, RECIPE, take=left)
     assert sorted(tmp_path.glob("checkpoint-*")) == there[whole:]
     assert aside(tmp_path).exists() != whole
+
+
+def test_what_a_disk_does_not_give_back_yet_is_in_no_saves_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network's disk a deleted file stays while another program reads it, and its folder with it. A note that
+    stayed would have the next start delete later checkpoints."""
+    left = aside(tmp_path) / "checkpoint-2" / ".nfs01"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    (note := aside(tmp_path) / "checkpoint-2.json").write_text('{"step": 2}', encoding="utf-8")
+    monkeypatch.setattr(shutil, "rmtree", lambda place, ignore_errors: None)
+    loaded: Any = None
+    Saves(tmp_path, loaded, 1, {})._clear()
+    assert left.exists() and not note.exists()
+
+
+def test_a_fast_folder_that_cannot_be_cleared_does_not_undo_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clear() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
+
+    fast: Any = SimpleNamespace(place=tmp_path, send=lambda values: None, clear=clear)
+    loaded: Any = SimpleNamespace(recipe=RECIPE)
+    saves = Saves(tmp_path / "run" / "checkpoints", loaded, 1, {}, fast)
+    (aside(saves.folder) / "checkpoint-3").mkdir(parents=True)
+    saves._behind = in_background(lambda: saves._complete({"step": 3}, leads=True))
+    assert saves.settled() is None and not fault(saves.folder / "checkpoint-3")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import resource
 import shutil
@@ -120,3 +122,13 @@ def test_a_place_that_takes_no_folder_is_told_with_the_reason(place: Path) -> No
             check_new(output, "--output")
     with pytest.raises(UserError, match="cannot be written: File name too long"):
         build_new(place / ("n" * 300), lambda folder: None, "--output")
+
+
+def test_a_write_is_told_of_its_disk_also_where_that_works_again_and_no_socket_is(place: Path) -> None:
+    silent, lost = RuntimeError("unexpected pos 64 vs 0"), OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+    said = unwritable(place, silent, writing=True)
+    assert said and "could not be written for a moment: RuntimeError: unexpected pos 64" in said.what
+    said = unwritable(place, lost, writing=True)
+    assert said and said.what == f"{place} cannot be written: its disk is not mounted any more"
+    assert unwritable(place, lost) is None and unwritable(place, silent) is None
+    assert unwritable(place, ValueError("no"), writing=True) is None

@@ -101,9 +101,9 @@ def keep(run: Path, new: Evaluation, rows: list[dict[str, Any]]) -> Path:
         The report.
     """
     with locked(run / _LOCK):
+        earlier, names = _noted(run / FILE), {task.name for task in new.tasks}
         if rows:
             write_json_lines(run / ROWS, rows)
-        earlier, names = _noted(run / FILE), {task.name for task in new.tasks}
         tasks = [*(task for task in earlier.tasks if task.name not in names), *new.tasks]
         write_json(run / FILE, Evaluation(held_out=new.held_out or earlier.held_out, tasks=tasks).model_dump())
         return write_report(run)
@@ -115,6 +115,6 @@ def _noted(file: Path) -> Evaluation:
         return Evaluation.model_validate_json(read_file(file))
     except FileNotFoundError:
         return Evaluation()
-    except (OSError, ValidationError):
-        set_aside(file)
+    except (OSError, ValidationError) as error:
+        set_aside(file, error)
         return Evaluation()

@@ -65,8 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with told_to_stop():
             status = options.command(options)
         if lost := unprinted():
-            raise UserError(lost, "free space there, or print somewhere else; files that were written are there")
-        return status or 0
+            change = "free space there, or print somewhere else; files that were written are there"
+            print(f"error: {UserError(lost, change)}", file=sys.stderr)
+        return status or int(bool(lost))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

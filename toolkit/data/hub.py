@@ -37,7 +37,7 @@ def offline() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return True
-    reason = _silence(constants.ENDPOINT, float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS))
+    reason = silence(constants.ENDPOINT)
     if reason is None:
         return False
     first = os.environ.get("RANK", "0") == "0"
@@ -53,10 +53,11 @@ def offline() -> bool:
     return True
 
 
-def _silence(endpoint: str, seconds: float) -> str | None:
+def silence(endpoint: str) -> str | None:
     """Why there is no answer; None if there is one, whatever it says."""
     from huggingface_hub.utils import get_session
 
+    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS)
     outcome: list[str | None] = []
 
     def ask() -> None:

@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from toolkit.common import compact, concealed, duration, perplexity_of, perplexity_text
 from toolkit.data.readers import KINDS
+from toolkit.files import write_atomically
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.config_limits import read_config
 from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
@@ -124,7 +125,7 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
         settings=_settings(record, recipe),
     )
     path = folder / "README.md"
-    ModelCard(content).save(path)
+    write_atomically(path, str(ModelCard(content)))
     return path
 
 

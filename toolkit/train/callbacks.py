@@ -189,7 +189,7 @@ class Meter(TrainerCallback):
         }
         if self.energy.kwh is not None:
             head["energy_kwh"] = self.energy.kwh
-        self._unwritten += as_json({**head, **row}).encode() + b"\n"
+        first, self._unwritten = not self._unwritten, self._unwritten + as_json({**head, **row}).encode() + b"\n"
         size: int | None = None
         try:
             with self._file.open("ab", buffering=0) as stream:
@@ -197,8 +197,12 @@ class Meter(TrainerCallback):
                 if stream.write(self._unwritten) < len(self._unwritten):
                     raise OSError(errno.ENOSPC, "")
         except OSError as error:
-            if is_gone(self._file.parent) or not unwritable(self._file.parent, error):
+            reason = None if is_gone(self._file.parent) else unwritable(self._file.parent, error, writing=True)
+            if not reason:
                 raise
+            if first:
+                what = "%s; training goes on, and metrics from step %d on are written when they can be: %s"
+                _log.warning(what, reason.what, step, reason.change)
             # The disk may have room again by the next row, which must not begin within this one. Of a file that could
             # not be opened, all stays.
             if size is not None:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.common import UserError
+from toolkit.files import UNANSWERED
 from toolkit.models.parts import whole_shape
 from toolkit.models.pipeline import chain
 from toolkit.recipe import Loaded, Recipe
 from toolkit.recipe.libraries import flat
 from toolkit.recipe.optimizers import OPTIMIZERS
-from toolkit.seal import fault, read_seal
+from toolkit.seal import fault, read_seal, unread
+from toolkit.train.storage import unanswered
 
 _IN_STATE = {"learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum"}
 """Of the optimizer, what its saved state holds."""
@@ -109,13 +111,27 @@ def writer(loaded: Loaded, world_size: int) -> dict[str, Any]:
     return {**written_by, "world_size": world_size}
 
 
-def newest(folder: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest whole checkpoint of a folder, and why later ones are passed over."""
+def newest(folder: Path, needed: bool = False) -> tuple[Path | None, dict[Path, str]]:
+    """The newest whole checkpoint of a folder, and why later ones are passed over.
+
+    Args:
+        needed: Whether a run would begin anew without one, and delete what is there.
+
+    Raises:
+        UserError: If there is none only because a disk does not answer now, and one is needed.
+    """
     passed_over: dict[Path, str] = {}
+    error: OSError | None = None
     for checkpoint in sorted(folder.glob("checkpoint-*"), key=_number, reverse=True):
-        if not (reason := fault(checkpoint)):
+        try:
+            reason = fault(checkpoint, UNANSWERED)
+        except OSError as failure:
+            error, reason = failure, unread(failure)
+        if not reason:
             return checkpoint, passed_over
         passed_over[checkpoint] = reason
+    if error and needed:
+        raise unanswered(error)
     return None, passed_over
 
 

@@ -28,18 +28,20 @@ from toolkit.train.run_folder import RunFolder, check_final, hash_files
 
 
 def load_trained(run: Path) -> tuple[ModelSource, Any, Any]:
-    """What a run was trained from, and its model and tokenizer, in the precision it computes in.
+    """What a run's model is loaded from, and the model and its tokenizer, in the precision it computes in.
 
     Raises:
-        UserError: If the run has no final model.
+        UserError: If the run has no final model, or an adapter's base is not there.
     """
-    source, final = opened(run), final_model(run)
-    recipe = source.recipe
+    final, recipe = final_model(run), load_resolved(run / "recipe.yaml")
     if recipe.method.name == "lora":
+        source = opened(run)
         model = with_adapter(source, str(final))
     else:
+        # It is whole: where the run was copied to, its base need not be.
         saved = {"model.path": str(final), "model.gguf_file": None, "model.revision": None}
-        model = load_base(ModelSource.open(recipe.with_values(saved)))
+        source = ModelSource.open(recipe.with_values(saved))
+        model = load_base(source)
     return source, model, source.tokenizer(saved=final)
 
 

@@ -30,6 +30,7 @@ from toolkit.distributed.nvme import remove_abandoned
 from toolkit.files import check_disk, write_json
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import MEMORY
+from toolkit.seal import contents
 from toolkit.train.storage import boot, flush, unwritable
 
 KEY = "checkpoint.staging"
@@ -116,7 +117,7 @@ class FastFolder:
             # Also for what tells of it.
             for file in told["files"]:
                 (self._target / name / file).unlink(missing_ok=True)
-            reason = unwritable(self._target.parent.parent, error) or error
+            reason = unwritable(self._target.parent.parent, error, writing=True) or error
             reason = reason if isinstance(reason, UserError) else UserError(in_a_line(reason))
             told["error"] = [reason.whole, reason.change]
             raise
@@ -269,12 +270,20 @@ def _copy(source: Path, target: Path) -> None:
     def stream() -> None:
         with contextlib.suppress(IndexError):  # Another one has taken the last.
             while file := left.popleft():
-                shutil.copyfile(source / file, target / file)
+                try:
+                    shutil.copyfile(source / file, target / file)
+                except OSError as error:
+                    contents(source, [file])  # Of which disk it is, the error of a copy does not say.
+                    error.filename = str(target / file)
+                    raise
                 flush(target / file)
 
     streams = [in_background(stream) for _ in range(min(_STREAMS, len(left)))]
     for error in [each.exception() for each in streams]:
-        if isinstance(error, FileNotFoundError) and not Path(str(error.filename)).is_relative_to(target):
-            raise UserError(f"{error.filename} was deleted before it was copied", f"leave what lies in {KEY}")
+        if isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(source):
+            if isinstance(error, FileNotFoundError):
+                raise UserError(f"{error.filename} was deleted before it was copied", f"leave what lies in {KEY}")
+            change = f"look at its disk, or set {KEY} to a folder on another one, or to none"
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}", change)
         if error:
             raise error

@@ -64,7 +64,7 @@ class LeftParts:
             try:
                 fast_folder.copy_left(self._recipe, self._target, held)
             except OSError as failure:
-                error = in_a_line(unwritable(self._target.parent.parent, failure) or failure)
+                error = in_a_line(unwritable(self._target.parent.parent, failure, writing=True) or failure)
         errors = self._rendezvous.exchange("copied parts", error, lambda values: [*filter(None, values.values())])
         if rank:
             return None

@@ -19,7 +19,7 @@ from toolkit.data import hub
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
-from toolkit.files import UNANSWERED
+from toolkit.files import ALSO_OF_SOCKETS, UNANSWERED
 from toolkit.hub_cache import use_own
 from toolkit.models.imports import import_deepspeed, quick_imports
 from toolkit.output import add_help, add_verbosity, open_streams, quiet_libraries, start_logging
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell(error, world)
         return error.exit_code
     except OSError as error:
-        if error.errno in UNANSWERED:
+        if error.errno in UNANSWERED and (error.filename or error.errno not in ALSO_OF_SOCKETS):
             what = f"{error.filename or 'a file'} cannot be used: its disk does not answer ({error.strerror})"
             tell(UserError(what, "see that it is mounted; the same command goes on from the newest checkpoint"), world)
             return 1

@@ -11,17 +11,21 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import get_session, validate_repo_id
 
 from toolkit.common import UserError, bytes_text, count_text, in_a_line
+from toolkit.data.hub import silence
 from toolkit.files import write_atomically
 from toolkit.recipe.load import load_resolved
-from toolkit.report.card import is_hub_id
+from toolkit.report.card import is_hub_id, write_card
 from toolkit.train.export import final_model
 
 _REFUSED = "log in with a token that may write there (`hf auth login`), or see whether the account's storage is used up"
+_NETWORK = "try again with a network"
+_PATIENCE = 300.0
+"""Seconds without a byte after which a connection is given up; for a large commit the Hub takes up to a minute."""
 _PARTIAL = "*.partial"
 """Files, such as the card, that another process writes right now or was killed while it wrote: none is sent."""
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -49,7 +53,12 @@ def push(
     final = final_model(run)
     base = _loadable_base(run, final)
     if not (final / "README.md").is_file():
-        raise UserError(f"{final} has no model card, README.md", f"`toolkit report {run}` writes it again")
+        recipe = load_resolved(run / "recipe.yaml")
+        write_card(final, run, recipe, recipe.model.path)
+    # The client itself would wait for ever, for each answer.
+    if not constants.HF_HUB_OFFLINE and (reason := silence(constants.ENDPOINT)):
+        raise UserError(f"the Hub at {constants.ENDPOINT} cannot be reached: {reason}", _NETWORK)
+    get_session().timeout = _PATIENCE
     api = HfApi()
     try:
         card, terms = ModelCard.load(final / "README.md"), license or _license_of(api, base)
@@ -80,7 +89,7 @@ def push(
         refused = error.response.status_code in (401, 403)
         raise UserError(f"the Hub refuses it: {_said(error)}", _REFUSED if refused else "try again later") from error
     except (HTTPError, ConnectionError) as error:
-        raise UserError(f"the Hub cannot be reached: {in_a_line(error)}", "try again with a network") from error
+        raise UserError(f"the Hub cannot be reached: {in_a_line(error)}", _NETWORK) from error
     except ValueError as error:
         if isinstance(error, UserError):
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -43,20 +44,23 @@ class RowLosses:
         kept = {0, step, max(values, key=lambda each: values[each], default=step)}
         sums, counts = rows
         size = -(-len(self._session.trainer.eval_dataset) // len(counts))
-        found, before = HeldOutRows(measured=self._measured, joined=size, counts=counts, sums={}), self._read()
-        if before and (before.measured, before.counts) == (found.measured, found.counts) and step:
-            found.sums = {each: before.sums[each] for each in sorted(before.sums) if each in kept}
-        found.sums[step] = sums
+        found = HeldOutRows(measured=self._measured, joined=size, counts=counts, sums={})
         try:
+            before = self._read()
+            if before and (before.measured, before.counts) == (found.measured, found.counts) and step:
+                found.sums = {each: before.sums[each] for each in sorted(before.sums) if each in kept}
+            found.sums[step] = sums
             write_atomically(self._file, found.model_dump_json() + "\n")
         except OSError as error:
-            # Training goes on where the disk is full, and comparisons do without.
-            if not unwritable(self._file.parent, error):
+            # Training goes on where the disk is full or does not answer, and comparisons do without.
+            if not unwritable(self._file.parent, error, writing=True):
                 raise
 
     def change(self, before: Mapping[str, Any] | None, after: Mapping[str, Any], step: int) -> Estimate | None:
         """Of the loss from an evaluation before training to one after a step; None where it is not known row by row."""
-        rows = self._read()
+        rows = None
+        with contextlib.suppress(OSError):  # Of a disk that does not answer.
+            rows = self._read()
         if not (rows and before and step):
             return None
         own = rows.of({**after, "step": step})
@@ -72,8 +76,8 @@ class RowLosses:
             return HeldOutRows.model_validate_json(read_file(self._file))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError):
-            _log.warning("%s cannot be read and is kept as %s", self._file, set_aside(self._file).name)
+        except (OSError, ValueError) as error:
+            _log.warning("%s cannot be read and is kept as %s", self._file, set_aside(self._file, error).name)
             return None
 
 

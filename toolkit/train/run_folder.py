@@ -239,7 +239,7 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
     if is_left(folder.checkpoints):
         with folder.held():
             complete_left(folder.checkpoints, loaded.recipe, take)
-    newest, passed_over = checkpoint.newest(folder.checkpoints)
+    newest, passed_over = checkpoint.newest(folder.checkpoints, needed=not named)
     if folder.final in damaged and not newest:
         raise UserError(
             f"training is over, but {folder.final} {damaged[folder.final]}, and no checkpoint is left to go on from",

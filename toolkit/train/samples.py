@@ -52,11 +52,10 @@ class Samples(TrainerCallback):
     def _read_back(self) -> list[Sample]:
         try:
             return [Sample(**row) for row in json.loads(read_file(self._file))]
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError) as error:
             # The model as it was before training, whose answers these were, is gone.
-            _log.warning(
-                "%s cannot be read and is kept as %s; no prompts are answered", self._file, set_aside(self._file).name
-            )
+            kept = set_aside(self._file, error).name
+            _log.warning("%s cannot be read and is kept as %s; no prompts are answered", self._file, kept)
             return []
 
     def answer(self, when: str) -> None:

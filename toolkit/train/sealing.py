@@ -54,7 +54,7 @@ def complete_left(folder: Path, recipe: Recipe, take: Take = fast_folder.take_le
         if left := take(recipe, aside(folder)):
             complete(folder, left, limit)
     except OSError as error:
-        raise unwritable(folder.parent, error) or error from error
+        raise unwritable(folder.parent, error, writing=True) or error from error
 
 
 def is_left(folder: Path) -> bool:

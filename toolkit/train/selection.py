@@ -25,12 +25,13 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from toolkit.common import UserError, in_background
+from toolkit.files import UNANSWERED
 from toolkit.report.manifest import Published
 from toolkit.seal import fault
 from toolkit.train import snapshots
 from toolkit.train.session import Session
 from toolkit.train.staging import MOST_FAILURES
-from toolkit.train.storage import unwritable
+from toolkit.train.storage import unanswered, unwritable
 
 _log = logging.getLogger("toolkit.train")
 
@@ -212,7 +213,7 @@ class Selection(TrainerCallback):
         try:
             snapshots.write(state, self._place(step), {"step": step})
         except Exception as error:
-            if not (reason := unwritable(self._session.folder.path, error)):
+            if not (reason := unwritable(self._session.folder.path, error, writing=True)):
                 raise
             return reason.whole, reason.change
         return None
@@ -232,7 +233,7 @@ class Selection(TrainerCallback):
 
     def _whole(self, end: int) -> list[int]:
         """The same, but for those that are damaged."""
-        while damaged := {step: why for step in self._published(end) if (why := fault(self._place(step)))}:
+        while damaged := {step: why for step in self._published(end) if (why := _fault(self._place(step)))}:
             for step, why in damaged.items():
                 del self._kept[step]
                 _log.warning("%s %s, and is not published", self._place(step), why)
@@ -255,7 +256,7 @@ class Selection(TrainerCallback):
         """Steps up to one, whose weights are there as a whole; what else is there goes."""
         found = []
         for place in self._folder.glob("*"):
-            reason = "is of steps that are trained anew" if _step(place) > start else fault(place)
+            reason = "is of steps that are trained anew" if _step(place) > start else _fault(place)
             if not reason and place == self._place(_step(place)):
                 found.append(_step(place))
                 continue
@@ -265,6 +266,14 @@ class Selection(TrainerCallback):
 
     def _place(self, step: int) -> Path:
         return self._folder / f"step-{step}"
+
+
+def _fault(place: Path) -> str:
+    """Why a snapshot does not count; what cannot be read now, and may be whole, must not go."""
+    try:
+        return fault(place, UNANSWERED)
+    except OSError as error:
+        raise unanswered(error) from error
 
 
 def _linked(source: str, target: str) -> None:

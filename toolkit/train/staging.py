@@ -8,6 +8,7 @@ killed meanwhile leaves the folder and a note of what it holds, and the next sta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -90,9 +91,14 @@ class Saves:
             self._agree(accelerator, failed)
 
     def _clear(self) -> None:
-        shutil.rmtree(aside(self.folder), ignore_errors=True)
-        aside(self.folder).mkdir(parents=True)
-        room(aside(self.folder)).write_bytes(bytes(2**16))
+        place = aside(self.folder)
+        shutil.rmtree(place, ignore_errors=True)
+        # On a network's disk a file that another program reads stays, by another name, until it has done so.
+        place.mkdir(parents=True, exist_ok=True)
+        # By a note that stays, the next start would take an older checkpoint for the newest.
+        for note in place.glob("*.json"):
+            note.unlink()
+        room(place).write_bytes(bytes(2**16))
 
     def _clear_here(self) -> None:
         assert self.fast
@@ -100,11 +106,11 @@ class Saves:
         room(self._written).write_bytes(bytes(2**16))
 
     def _reason(self, error: BaseException) -> UserError | None:
-        return error if isinstance(error, UserError) else unwritable(self.folder.parent, error)
+        return error if isinstance(error, UserError) else unwritable(self.folder.parent, error, writing=True)
 
     def _reason_here(self, error: BaseException) -> UserError | None:
         """Why this machine cannot take a checkpoint in, if the disk is to blame."""
-        return unwritable(self._written, error, fast_folder.KEY) if self.fast else self._reason(error)
+        return unwritable(self._written, error, fast_folder.KEY, writing=True) if self.fast else self._reason(error)
 
     def complete(self, accelerator: Any, step: int) -> None:
         """Has what was written last made to count, behind the steps that follow. All processes must call this."""
@@ -123,7 +129,8 @@ class Saves:
         if leads:
             complete(self.folder, values, self._loaded.recipe.checkpoint.save_total_limit)
         if self.fast:
-            self.fast.clear()
+            with contextlib.suppress(OSError):  # The checkpoint counts, and the next save clears it again.
+                self.fast.clear()
 
     def settled(self) -> UserError | None:
         """Waits for the newest save; returns why it could not be made to count, if the disk is to blame."""

@@ -14,15 +14,16 @@ from pathlib import Path
 from filelock import Timeout
 
 from toolkit.cache import build_beside, locked
-from toolkit.common import UserError, bytes_text
-from toolkit.files import not_writable, too_long
+from toolkit.common import UserError, bytes_text, in_a_line
+from toolkit.files import ALSO_OF_SOCKETS, not_writable, too_long
 
 _STORAGE = {
     **{errno.ENOSPC: "its disk is full", errno.EDQUOT: "the quota of its disk is used up"},
     **{errno.EFBIG: "a file would be larger than this process may write (ulimit -f)"},
     **{errno.EROFS: "its disk has become read-only", errno.EIO: "its disk does not answer (input/output error)"},
     **{errno.EACCES: "it may not be written any more", errno.EPERM: "it may not be written any more"},
-    **{errno.ESTALE: "its disk is not mounted any more"},
+    **dict.fromkeys((errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN), "its disk is not mounted any more"),
+    errno.ETIMEDOUT: "its disk does not answer in time",
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What no reading ends with."""
@@ -30,7 +31,9 @@ _UNNUMBERED = ("PytorchStreamWriter", "iostream error", "unexpected pos", "Faile
 """What C++ code says of a file that it could not write, without the reason's number."""
 
 
-def unwritable(folder: Path, error: BaseException, key: str = "output.dir") -> UserError | None:
+def unwritable(
+    folder: Path, error: BaseException, key: str = "output.dir", *, writing: bool = False
+) -> UserError | None:
     """What to say of an error that ended a run because its folder could not be written; None for any other, also for
     one that says itself which folder it was, such as the cache.
 
@@ -38,27 +41,39 @@ def unwritable(folder: Path, error: BaseException, key: str = "output.dir") -> U
 
     Args:
         key: The setting that names another folder.
+        writing: Whether it ended the writing of a file there. The disk is to blame then also where it works again.
     """
     if isinstance(error, UserError):
         return None
     errors = _chain(error)
     numbers = _numbers(errors)
-    if not any(number in _STORAGE or number == errno.ENOENT for number in numbers) and not any(
-        sign in str(each) for each in errors for sign in _UNNUMBERED
-    ):
+    unnumbered = [each for each in errors if any(sign in str(each) for sign in _UNNUMBERED)]
+    if not any(number in _STORAGE or number == errno.ENOENT for number in numbers) and not unnumbered:
         return None
     again = "the same command goes on from the newest whole checkpoint"
     if is_gone(folder):
         return UserError(f"{folder} was deleted while it was trained in", "start again; keep the folder until it ends")
-    number = next((number for number in numbers if number in _STORAGE), None) or _tried(folder)
-    if number is None:
-        return None
+    known = (number for number in numbers if number in _STORAGE and (writing or number not in ALSO_OF_SOCKETS))
+    number = next(known, None) or _tried(folder)
     change = f"make it writable, or set {key}"
+    if number is None:
+        if not (writing and unnumbered):
+            return None
+        why = in_a_line(unnumbered[-1])
+        return UserError(f"{folder} could not be written for a moment: {why}", f"{change}; {again}")
     if number in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(folder).free / 1e9
         fewer = "lower checkpoint.save_total_limit, " * (key == "output.dir")
         change = f"free space there ({free:.2f} GB are left), {fewer}or set {key}"
     return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {again}")
+
+
+def unanswered(error: OSError) -> UserError:
+    """What to say of a file that is needed and may be whole, but is on a disk that does not answer."""
+    return UserError(
+        f"{error.filename} cannot be read: its disk does not answer ({error.strerror})",
+        "see that it is mounted, then type the same command; delete its folder only if the drive is broken",
+    )
 
 
 def check_new(output: Path, key: str) -> None:

@@ -164,7 +164,7 @@ def known(device: Device) -> Calibration | None:
         return load(file)
     except UserError as error:
         with contextlib.suppress(OSError):
-            set_aside(file)
+            set_aside(file, error.__cause__)
         _log.warning("%s; it is not used", error.what.splitlines()[0])
         return None
 
