@@ -43,6 +43,19 @@ def test_the_learning_rate_says_whose_default_it_is(overrides: list[str], origin
     assert line.endswith(f"  # {origin}")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rate"),
+    [([], 2e-4), (["method=full"], 2e-5), (["objective=dpo", "data.packing=false", "data=pairs.jsonl"], 1e-5)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["qwen3_0_6b_lora", "llama_3_1_8b_qlora"])
+def test_a_shipped_recipe_with_another_method_or_objective_trains_at_its_rate(
+    name: str, overrides: list[str], rate: float
+) -> None:
+    """DPO at the rate of supervised fine-tuning, twenty times its own, would forget what the model knows."""
+    assert load(name, overrides).recipe.optimizer.learning_rate == pytest.approx(rate)
+
+
 def test_origins_stand_below_each_other_unless_a_value_is_long() -> None:
     lines = with_origins(load("mine", [f"description={'x' * 80}"])).splitlines()
     assert lines[0] == f"description: {'x' * 80}  # command line"

@@ -202,6 +202,25 @@ def test_a_gguf_base_is_loaded_from_its_file(run: Path) -> None:
     assert "/models" not in card
 
 
+@pytest.mark.parametrize(
+    ("path", "objective", "said"),
+    [
+        ("/models/base", "sft", "The base model was a local one: set `base` to where you keep it."),
+        ("/models/base", "embedding", "set `base_model_name_or_path` in `adapter_config.json` to where you keep it"),
+        ("builtin:smollm2-135m-instruct", "sft", f"built-in model, which is `{LLAMA}` in 4 bits"),
+        (LLAMA, "sft", None),
+    ],
+)
+def test_an_adapter_of_a_base_that_is_not_on_the_hub_says_where_to_name_it(
+    run: Path, path: str, objective: str, said: str | None
+) -> None:
+    recipe = make_recipe(path, method={"name": "lora"}, objective=objective)
+    use = write_card(run / "final", run, recipe, path).read_text().split("## Use\n\n")[1]
+    told = " ".join(use.split("```")[0].split())
+    assert said in told if said else not told
+    assert said is None or "`base`" not in told or "base = " in use, "the code has no such variable"
+
+
 def test_a_run_without_anything_measured_still_gets_a_card(tmp_path: Path) -> None:
     card = write_card(tmp_path, tmp_path, make_recipe(), LLAMA).read_text()
     assert "## Results" not in card

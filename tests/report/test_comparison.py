@@ -231,6 +231,38 @@ def test_other_rows_are_not_paired_and_nothing_is_marked(tmp_path: Path) -> None
     assert held_out(swapped).best == () and "above the lowest" not in rows_of(swapped, "results")
 
 
+@pytest.mark.parametrize(
+    ("data", "objectives", "best"),
+    [(("a", "a"), ("dpo", "dpo"), (1,)), (("a", "b"), ("dpo", "dpo"), ()), (("a", "a"), ("dpo", "reward"), ())],
+    ids=["another loss of the same pairs", "other pairs", "another objective"],
+)
+def test_a_score_is_the_best_only_among_those_of_the_same_rows(
+    tmp_path: Path, data: tuple[str, str], objectives: tuple[str, str], best: tuple[int, ...]
+) -> None:
+    runs = []
+    for at, losses in enumerate(draws(0.0, 0.5)):
+        runs.append(measured(tmp_path / f"run-{at}", losses, rows=f"beta {at}", hashes={"data": data[at]}))
+        recipe = yaml.safe_load((runs[at] / "recipe.yaml").read_text()) | {"objective": objectives[at]}
+        (runs[at] / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        write_metrics(
+            runs[at], step_line(1), eval_line(8, float(np.mean(losses)) / 10) | {"eval_accuracy": 0.5 + at / 4}
+        )
+    assert next(row for row in compare(runs).results if row.name == "accuracy").best == best
+
+
+def test_settings_with_the_same_last_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [make(tmp_path / name, loss=loss) for name, loss in zip("abcde", (2.1, 2.2, 2.3, 2.4, 2.5), strict=True)]
+    for at, run in enumerate(runs):
+        recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+        steps = {"evaluation": {"every_steps": at + 4}, "logging": {"every_steps": at + 1}}
+        (run / "recipe.yaml").write_text(yaml.safe_dump(recipe | steps | {"schedule": {"name": f"kind-{at}"}}))
+    compared = compare(runs)
+    head = comparison_text(compared, 120).plain.split("\n")[0].split()
+    assert head[:3] == ["evaluation.every_steps", "logging.every_steps", "schedule"]
+    page = Page(comparison_page(compared)).text
+    assert page.count("evaluation.every_steps") > 1 and page.count("logging.every_steps") > 1, "table and figure"
+
+
 def test_runs_without_figures_of_rows_are_compared_by_their_losses(tmp_path: Path) -> None:
     low, high = draws(0.0, 0.5)
     runs = [measured(tmp_path / "low", low), measured(tmp_path / "high", high), make(tmp_path / "older", loss=2.9)]

@@ -297,3 +297,15 @@ def test_a_report_without_a_readable_plan_is_a_report(tmp_path: Path, manifest: 
     write_metrics(tmp_path / "run", step_line(1))
     (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
     assert "Planned and measured" not in Page(write_report(tmp_path / "run").read_text(encoding="utf-8")).text
+
+
+@pytest.mark.parametrize(
+    ("after", "tile"), [(20.0, '<span class="good">'), (30.0, '<span class="bad">'), (25.01, "<span>")]
+)
+def test_a_change_of_the_loss_is_coloured_where_it_is_more_than_chance(run: Path, after: float, tile: str) -> None:
+    noise = [(-1) ** row for row in range(20)]
+    sums = {"0": [25.0] * 20, "8": [after + each for each in noise]}
+    (run / "held_out_rows.json").write_text(json.dumps({"measured": "rows", "counts": [10.0] * 20, "sums": sums}))
+    write_metrics(run, eval_line(0, 2.5), *(step_line(step) for step in range(1, 9)), eval_line(8, after / 10))
+    page = write_report(run).read_text(encoding="utf-8")
+    assert tile in page.split("Held-out loss")[1].split("step 0 to 8")[0]

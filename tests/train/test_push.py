@@ -183,7 +183,12 @@ def test_an_adapter_takes_its_bases_licence_and_goes_nowhere_without_a_base_on_t
     assert "nobody else could load it" in capsys.readouterr().err and not hub.asked
 
     recipe = adapter / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace("path: llama", "path: a/base"))
+    local = recipe.read_text()
+    recipe.write_text(local.replace("path: llama", "path: builtin:smollm2-135m-instruct"))
+    assert main(["push", str(adapter), "me/x"]) == 1
+    told = capsys.readouterr().err
+    assert "in 4 bits, which is not on the Hub" in told and "model.path=HuggingFaceTB/SmolLM2-135M-Instruct" in told
+    recipe.write_text(local.replace("path: llama", "path: a/base"))
     assert main(["push", str(adapter), "me/x", "public=true"]) == 0
     assert b"license: mit" in hub.files["README.md"] and hub.made[0]["visibility"] == "public"
 

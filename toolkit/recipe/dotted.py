@@ -25,6 +25,12 @@ def parts(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from parts(value, below)
 
 
+def short_names(keys: Sequence[str]) -> list[str]:
+    """The last part of each dotted key, and of `optimizer.name` the section; whole keys where that is not clear."""
+    short = [key.removesuffix(".name").rpartition(".")[2] for key in keys]
+    return [key if short.count(name) > 1 or name.isdigit() else name for key, name in zip(keys, short, strict=True)]
+
+
 def value_at(data: Any, parts: Sequence[str]) -> Any:
     """The part of nested values at a dotted path; None if there is none."""
     for part in parts:

@@ -114,6 +114,7 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
         results=_results_table(record),
         held_out_rows=record.audit.eval.rows if record.audit and record.audit.eval else 0,
         base_on_hub=is_hub_id(base_model),
+        builtin_base=model_configs.BUILTIN_MODELS.get(base_model),
         gguf=f", gguf_file={gguf!r}" if gguf else "",
         # Transformers looks for such a file in a folder.
         gguf_path=recipe.method.name == "lora" and base_model.endswith(".gguf"),

@@ -17,13 +17,13 @@ from typing import Any
 from rich.text import Text
 
 from toolkit.common import bytes_text, compact, duration, perplexity_of, perplexity_text, seconds_text, table
-from toolkit.recipe.dotted import inline, parts
+from toolkit.recipe.dotted import inline, parts, short_names
 from toolkit.recipe.files import read
 from toolkit.report import page, plan_view
 from toolkit.report.charts import Series, chart, smooth
 from toolkit.report.coordinates import Dimension, coordinates
 from toolkit.report.evaluation import Score
-from toolkit.report.leading import Leading, leading
+from toolkit.report.leading import Leading, held_out_tokens, leading, same_rows
 from toolkit.report.load import Record, finite, number, read_run
 from toolkit.report.manifest import Manifest
 from toolkit.report.run_charts import series
@@ -81,7 +81,7 @@ def compare(runs: Sequence[Path]) -> Comparison:
     """Reads run folders and finds what is different; never raises for what is in them."""
     records = tuple(map(read_run, runs))
     manifests, names = [record.manifest for record in records], _names(runs, records)
-    order = leading(records, list(map(_last_loss, records)), len(_held_out_tokens(records)) < 2)
+    order = leading(records, list(map(_last_loss, records)), len(held_out_tokens(records)) < 2)
     differences = {
         "recipe": _different([_recipe_values(record) for record in records], inline),
         "data and model": _different([_inputs(record) for record in records]),
@@ -147,9 +147,10 @@ def _figure(compared: Comparison) -> dict[str, Any] | None:
     """Settings that differ beside what came out; None where no setting does."""
     records = compared.records
     values = [_recipe_values(record) for record in records]
+    keys = [row.name for row in compared.differences.get("recipe", [])]
     own = [
-        Dimension(row.name.removesuffix(".name").rpartition(".")[2], [_plain(each.get(row.name)) for each in values])
-        for row in compared.differences.get("recipe", [])
+        Dimension(name, [_plain(each.get(key)) for each in values])
+        for key, name in zip(keys, short_names(keys), strict=True)
     ]
     came_out = [
         Dimension("held-out loss", [_last_loss(record) for record in records], _loss),
@@ -197,7 +198,7 @@ def _in_rows(compared: Comparison, names: Sequence[str], columns: int) -> Text:
     left_out = [(), ("training loss",)][: 1 + (ABOVE in rows)]
     for without, count in itertools.product(left_out, range(len(own), -1, -1)):
         shown = [*own[:count], *(rows[name] for name in _OF_MANY if name in rows and name not in without)]
-        heads: list[str | Text] = ["", *(row.name.rpartition(".")[2] for row in shown)]
+        heads: list[str | Text] = ["", *short_names([row.name for row in shown])]
         texts = [_marked(row) for row in shown]
         cells = [heads, *([names[at], *(column[at] for column in texts)] for at in order)]
         found = table(cells, "l" + "r" * len(shown))
@@ -255,6 +256,7 @@ def _results(records: Sequence[Record], order: Leading) -> list[Row]:
     """What came out, as far as at least one run has it."""
     losses = [_last_loss(record) for record in records]
     above, intervals = order.texts(MISSING)
+    highest = max if len(_objectives(records)) < 2 and same_rows(records, order) else None
     of_labels = _figures("perplexity", _of_labels(records, losses), lambda loss: perplexity_text(perplexity_of(loss)))
     of_labels = replace(of_labels, best=tuple(at for at in order.best if of_labels.texts[at] != MISSING))
     rows = [
@@ -266,7 +268,7 @@ def _results(records: Sequence[Record], order: Leading) -> list[Row]:
         Row(ABOVE, above),
         Row(INTERVAL, intervals),
         of_labels,
-        *(_figures(name, found, lambda value: f"{value:.4g}", max) for name, found in _scores(records)),
+        *(_figures(name, found, lambda value: f"{value:.4g}", highest) for name, found in _scores(records)),
         *_asked(records),
         _figures("training loss", [_newest(record, "loss") for record in records], _loss),
         _figures("tokens/s", [_or_nan(record.tokens_per_second) for record in records], compact, max),
@@ -342,21 +344,19 @@ def _asked(records: Sequence[Record]) -> list[Row]:
 def _notices(records: Sequence[Record], order: Leading, names: Sequence[str]) -> list[str]:
     """Why losses may not be compared, and which cannot be told from each other."""
     notices = [f"{record.folder}: {problem}" for record in records for problem in record.problems]
-    tokens = _held_out_tokens(records)
+    tokens = held_out_tokens(records)
     if len(tokens) > 1:
         counts = ", ".join(f"{count:,.0f}" for count in sorted(tokens))
         notices.append(f"Held-out losses are not of the same tokens ({counts}): which is lower says little.")
-    objectives = {_recipe_values(record).get("objective") for record in records if record.recipe}
-    if len(objectives) > 1:
+    if len(_objectives(records)) > 1:
         notices.append("The runs have different objectives, whose losses cannot be compared.")
     elif order.unlike:
         notices.append("Held-out losses are not of the same rows, or not made in the same way: none is marked as best.")
     return [*notices, *filter(None, [order.sentence(names)])]
 
 
-def _held_out_tokens(records: Sequence[Record]) -> set[float]:
-    """The numbers of tokens over which the runs' held-out losses are means."""
-    return {count for record in records if record.result for count in finite([record.result], "eval_tokens")}
+def _objectives(records: Sequence[Record]) -> set[Any]:
+    return {_recipe_values(record).get("objective") for record in records if record.recipe}
 
 
 def _names(runs: Sequence[Path], records: Sequence[Record]) -> tuple[str, ...]:

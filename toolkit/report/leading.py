@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from toolkit.report.held_out_rows import Estimate
-from toolkit.report.load import Record
+from toolkit.report.load import Record, finite
 
 _NAMED = 4
 """Runs that a sentence names."""
@@ -83,3 +83,15 @@ def leading(records: Sequence[Record], losses: Sequence[float], comparable: bool
     differ = len({losses[at] for at in known}) > 1
     best = tuple(at for at in known if losses[at] == least) if comparable and differ and certain and not unlike else ()
     return Leading(lowest, best, above, unlike and comparable)
+
+
+def held_out_tokens(records: Sequence[Record]) -> set[float]:
+    """The numbers of tokens over which the runs' held-out losses are means."""
+    return {count for record in records if record.result for count in finite([record.result], "eval_tokens")}
+
+
+def same_rows(records: Sequence[Record], order: Leading) -> bool:
+    """Whether all were evaluated on the same rows, as far as is known, though losses may be made of them in other ways:
+    an accuracy is then that of the same pairs, whatever `preference.beta` is."""
+    data = {record.manifest.hashes.get("data") for record in records}
+    return len(held_out_tokens(records)) < 2 and (len(data) < 2 or not order.unlike)

@@ -40,7 +40,8 @@ class Tile:
     """A headline figure, with lines of small print.
 
     Attributes:
-        change: What has changed, at the start of the first line; `good` says whether for the better.
+        change: What has changed, at the start of the first line.
+        good: Whether it has for the better; None where that is not known.
         main: Whether it is as wide as two.
     """
 
@@ -48,5 +49,5 @@ class Tile:
     value: str
     notes: tuple[str, ...] = ()
     change: str = ""
-    good: bool = False
+    good: bool | None = None
     main: bool = False

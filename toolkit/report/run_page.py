@@ -196,12 +196,8 @@ def _tiles(record: Record) -> list[Tile]:
             before = (f"from {rewards[0][place][1]:.3f}",) if len(rewards) > 1 else ()
             changed = (f"change {since.negative().text()}",) if since and not name else ()
             title = f"Held-out reward{name and f', {name}'}"
-            better = value > rewards[0][place][1]
-            tiles.append(
-                Tile(
-                    title, f"{value:.3f} ± {margin:.3f}", (*before, *changed, "95% interval"), "", better, main=not name
-                )
-            )
+            notes = (*before, *changed, "95% interval")
+            tiles.append(Tile(title, f"{value:.3f} ± {margin:.3f}", notes, main=not name))
     elif losses:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
         text, steps = f"{last:.3f}", f"step {last_step:,}"
@@ -214,7 +210,8 @@ def _tiles(record: Record) -> list[Tile]:
             perplexity = perplexity and f"perplexity {' → '.join(both)}"
         moved = f"change {since.text()}" if since else ""
         notes = tuple(filter(None, (steps, perplexity, moved, chosen.what if chosen else "")))
-        tiles.append(Tile("Held-out loss", text, notes, change, last < first, main=True))
+        better = last < first if first != last and (since is None or since.is_certain) else None
+        tiles.append(Tile("Held-out loss", text, notes, change, better, main=True))
         if accuracies:
             before = (f"from {accuracies[0]:.1%}",) if len(accuracies) > 1 else ()
             what = record.accuracy_of.capitalize()

@@ -19,6 +19,7 @@ from toolkit.common import UserError, bytes_text, count_text, in_a_line
 from toolkit.data.hub import silence
 from toolkit.files import write_atomically
 from toolkit.recipe.load import load_resolved
+from toolkit.recipe.model_configs import BUILTIN_MODELS
 from toolkit.report.card import is_hub_id, write_card
 from toolkit.train.export import final_model
 
@@ -144,6 +145,12 @@ def _loadable_base(run: Path, final: Path) -> str | None:
     base = load_resolved(run / "recipe.yaml").model.path
     if is_hub_id(base):
         return base
+    if (final / "adapter_config.json").is_file() and base in BUILTIN_MODELS:
+        raise UserError(
+            f"this adapter's base is the built-in model, {BUILTIN_MODELS[base]} in 4 bits, which is not on the Hub: "
+            "nobody else could load it",
+            f"train from the model on the Hub (model.path={BUILTIN_MODELS[base]}), or publish a full model",
+        )
     if (final / "adapter_config.json").is_file():
         said = json.loads((final / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
         raise UserError(
