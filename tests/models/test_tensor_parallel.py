@@ -3,6 +3,7 @@ whole/test_tensor_parallel.py."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,9 @@ def test_what_cannot_be_divided_is_refused() -> None:
     model.model.layers[0].mlp.register_parameter("scale", torch.nn.Parameter(torch.ones(48)))
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.scale lies beside layers that are divided"):
         tensor_parallel.divide_layers(model, 2, 0)
+    sizes = SIZES | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 50, "layer_types": ["full_attention"] * 2}
+    for sparsity, refused in ((0.5, True), (0.0, False)):
+        config = AutoConfig.for_model("gemma3n_text", **sizes, activation_sparsity_pattern=[0.0, sparsity])
+        model = AutoModelForCausalLM.from_config(config)
+        with pytest.raises(UserError, match="largest of the inner activations") if refused else nullcontext():
+            tensor_parallel.divide_layers(model, 2, 0)

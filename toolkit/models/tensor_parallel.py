@@ -74,6 +74,9 @@ def divide_layers(model: Any, size: int, index: int) -> None:
     if rate := getattr(config, "attention_dropout", 0.0):
         # Heads would be dropped alike on all processes.
         raise UserError(f"parallel.tensor: this model drops out {rate:g} of its attention", remove)
+    if any(getattr(config, "activation_sparsity_pattern", None) or ()):
+        what = "keeps the largest of the inner activations of an MLP, which a part of them does not tell"
+        raise UserError(f"parallel.tensor: this model {what}", remove)
     for name, module, style in found:
         if style == _SUMMED:
             _sum_gradients(module.parameters(), size)
