@@ -144,7 +144,8 @@ part, and ZeRO-1 and 2 divide its gradients and optimizer state over them. With 
 says, in the same way on every engine. DeepSpeed's own way (AutoTP) does not know PEFT's adapters and is not used. N
 must divide the key and value heads, all heads and the inner width. These are refused:
 
-- architectures whose plan needs more than columns and rows (mixtures of experts);
+- architectures whose plan needs more than columns and rows (mixtures of experts), and MLPs that keep only their largest
+  inner activations (Gemma 3n);
 - what has not been tried: ZeRO-3 (`fsdp` does the same), offloaded parameters, quantization, streams, compiled layers;
 - under `fsdp`, projections that are several in one (Phi-3, GLM), of which each process has a part of every one.
 

@@ -3,6 +3,7 @@ whole/test_tensor_parallel.py."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"tie_word_embeddings": True, "final_logit_softcapping": 5.0},
     "mistral": {"vocab_size": 51},
     "phi3": {},
+    "phi": {"qk_layernorm": True},
+    "cohere": {"use_qk_norm": True},
+    "apertus": {},
 }
 """Architectures with what is special in each: biases, tied embeddings, norms of single heads, embeddings with a scale,
-a vocabulary that two processes do not divide, and projections that are several in one."""
+a vocabulary that two processes do not divide, projections that are several in one; and what plans leave out: norms of
+single heads with one weight for all or one for each, and an activation function that is trained."""
 
 
 def model_of(kind: str, adapters: bool) -> Any:
@@ -148,3 +153,13 @@ def test_what_cannot_be_divided_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=2))
     with pytest.raises(UserError, match="no plan to divide a gpt2"):
         tensor_parallel.divide_layers(model, 2, 0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.model.layers[0].mlp.register_parameter("scale", torch.nn.Parameter(torch.ones(48)))
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.scale lies beside layers that are divided"):
+        tensor_parallel.divide_layers(model, 2, 0)
+    sizes = SIZES | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 50, "layer_types": ["full_attention"] * 2}
+    for sparsity, refused in ((0.5, True), (0.0, False)):
+        config = AutoConfig.for_model("gemma3n_text", **sizes, activation_sparsity_pattern=[0.0, sparsity])
+        model = AutoModelForCausalLM.from_config(config)
+        with pytest.raises(UserError, match="largest of the inner activations") if refused else nullcontext():
+            tensor_parallel.divide_layers(model, 2, 0)

@@ -5,20 +5,21 @@ them (`colwise` in Transformers' plans) and columns of those that take them back
 all of them, and what leaves is summed over them, so two sums of hidden states pass in each direction of a layer. What
 remains are plain tensors: to DDP, and to everything else, this is a model with fewer columns. Of embeddings and output
 head each has some of the vocabulary: what they find of tokens is summed, and of logits only three figures of each token
-are (`fused_head`). Norms are whole on every process, and stay equal because they get equal gradients.
+are (`fused_head`). Norms of hidden states are whole on every process, and stay equal because they get equal gradients.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from transformers import activations
 
 from toolkit.common import UserError
 from toolkit.models.layer_sums import Join, Sum, SumGradient, layer_group, sum_of_parts
@@ -73,9 +74,12 @@ def divide_layers(model: Any, size: int, index: int) -> None:
     if rate := getattr(config, "attention_dropout", 0.0):
         # Heads would be dropped alike on all processes.
         raise UserError(f"parallel.tensor: this model drops out {rate:g} of its attention", remove)
+    if any(getattr(config, "activation_sparsity_pattern", None) or ()):
+        what = "keeps the largest of the inner activations of an MLP, which a part of them does not tell"
+        raise UserError(f"parallel.tensor: this model {what}", remove)
     for name, module, style in found:
         if style == _SUMMED:
-            _sum_gradients(module, size)
+            _sum_gradients(module.parameters(), size)
             continue
         inner = getattr(module, "base_layer", module)
         if type(inner) is not torch.nn.Linear:
@@ -97,7 +101,37 @@ def divide_layers(model: Any, size: int, index: int) -> None:
                 _tell_heads(parent, size)
         else:
             _divide_rows(module, inner, size, index)
+    planned = {parameter for _, module, _ in found for parameter in module.parameters()}
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name, _, style in found if style != _SUMMED):
+        _divide_rest(parent, decoder.get_submodule(parent), planned, size, index)
     _divide_vocabulary(base, size, index)
+
+
+def _divide_rest(where: str, parent: Any, planned: Set[Any], size: int, index: int) -> None:
+    """Divides what a module with divided layers has beside them that plans leave out: norms of single heads, with one
+    weight for all heads (Phi) or one for each (Command R+), and activation functions that are trained (Apertus). They
+    read what a process has of heads and inner width, so each process has a part of the gradient of what is whole.
+
+    Raises:
+        UserError: If it has anything else.
+    """
+    head = getattr(parent, "head_dim", None)
+    for name, parameter in list(parent.named_parameters()):
+        path, _, own = name.rpartition(".")
+        module = parent.get_submodule(path)
+        is_norm = type(module).__name__.endswith("Norm")
+        if parameter in planned:
+            continue
+        if is_norm and parameter.shape[1:] == (head,):
+            _keep_part(module, own, 0, size, index)
+        elif (is_norm and parameter.shape == (head,)) or type(module).__module__ == activations.__name__:
+            _sum_gradients([parameter], size)
+        else:
+            raise UserError(
+                f"parallel.tensor: {where}.{name} lies beside layers that are divided, and how it is to be divided is "
+                "not known",
+                "remove parallel.tensor",
+            )
 
 
 def _divide_vocabulary(base: Any, size: int, index: int) -> None:
@@ -189,7 +223,7 @@ def _divide_columns(
         _keep_part(up, "weight", 0, size, index, blocks)
         up.out_features //= size
     for down in getattr(module, "lora_A", {}).values():
-        _sum_gradients(down, size)
+        _sum_gradients(down.parameters(), size)
     module.register_forward_pre_hook(entrance)
 
 
@@ -200,7 +234,7 @@ def _divide_rows(module: Any, inner: Any, size: int, index: int) -> None:
         _keep_part(down, "weight", 1, size, index)
         down.in_features //= size
     for up in getattr(module, "lora_B", {}).values():
-        _sum_gradients(up, size)
+        _sum_gradients(up.parameters(), size)
     drops = getattr(module, "lora_dropout", {})
     for name, drop in drops.items():
         if getattr(drop, "p", 0):
@@ -250,9 +284,9 @@ class _PartOfDropout(torch.nn.Module):
         return torch.where(part != 0, inputs * (1 / (1 - self.p)), 0.0)
 
 
-def _sum_gradients(module: Any, size: int) -> None:
+def _sum_gradients(parameters: Iterable[Any], size: int) -> None:
     """Sums the gradients of whole parameters, of which every process has a part."""
-    for parameter in module.parameters():
+    for parameter in parameters:
         if parameter.requires_grad:
             parameter.partial = True
             parameter.register_hook(lambda gradient: sum_of_parts(gradient, size))
