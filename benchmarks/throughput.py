@@ -72,7 +72,10 @@ class Job:
 FULL, LESS = "activation_checkpointing=full", "activation_checkpointing=elementwise"
 FP8, EIGHT_BIT = "method.quantization=fp8", "optimizer=adamw_8bit"
 PURE_FP8 = ("precision=pure_fp8", "compile=layers")
-REWARDED = ("rollout.num_generations=8", "rollout.max_completion_tokens=64", "rewards.length.max_tokens=16", "rewards.length.soft=48")
+REWARDED = (
+    *("rollout.num_generations=8", "rollout.max_completion_tokens=64"),
+    *("rewards.length.max_tokens=16", "rewards.length.soft=48"),
+)
 CUDA_JOBS = (
     Job("1.2B full, checkpointing", "llama_1b", "full", 4096, 4, 4, True, True, "pure_bf16", (FULL,)),
     Job("1.2B full", "llama_1b", "full", 4096, 4, 4, precision="pure_bf16"),
