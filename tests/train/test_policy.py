@@ -114,6 +114,30 @@ def test_a_prompt_is_read_once_for_all_of_its_answers(prompts: list[list[int]]) 
     assert once == anew.answers(model, prompts, cpu, numbers) and len({*map(str, once)}) > 1
 
 
+def test_answers_that_have_ended_leave_the_others() -> None:
+    """Once half of them have; what the others say does not change."""
+    trainer = set_up("seed=3", "rollout.max_completion_tokens=24").trainer
+    read: list[int] = []
+    model = trainer.model
+    model.get_input_embeddings().register_forward_hook(lambda _, args, __: read.append(args[0].numel()))
+    prompts = [[5, 6, 7, 8], [9, 10]] * 4
+    numbers = np.random.default_rng(1).random((len(prompts), 24))
+    cpu = torch.device("cpu")
+    # Tokens that an answer to eight has among its first ones, so that they end at different times.
+    free = dataclasses.replace(trainer.asker, stops=frozenset()).answers(model, prompts, cpu, numbers)
+    asker = dataclasses.replace(trainer.asker, stops=frozenset(ids[2 * place + 1] for place, ids in enumerate(free)))
+    read.clear()
+    found = asker.answers(model, prompts, cpu, numbers)
+    lengths = sorted(map(len, found))
+    assert len({*lengths}) > 3
+    _, *tokens = read
+    # All go on until the fourth has ended, the four that are left until two more have, and so on.
+    wanted = [8] * lengths[3] + [4] * (lengths[5] - lengths[3]) + [2] * (lengths[6] - lengths[5])
+    assert tokens == wanted + [1] * (lengths[7] - lengths[6])
+    anew = dataclasses.replace(asker, reads_once=False)
+    assert found == anew.answers(model, prompts, cpu, numbers)
+
+
 def trl_loss(kind: str, inputs: dict[str, Any], folder: Path, **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """TRL's own loss and gradients of answers."""
     from datasets import Dataset

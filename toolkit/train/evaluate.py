@@ -13,7 +13,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import gather_object, send_to_device
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from toolkit.common import UserError, first_line
 from toolkit.data.audit import Audit
@@ -30,7 +33,15 @@ from toolkit.models.pipeline import piped
 from toolkit.models.shared_rows import sharing
 from toolkit.report.held_out_rows import joined, per_count
 from toolkit.report.rewards import MARGIN
-from toolkit.train.generation import inputs_on, own_positions, read_once, reading_masks, without_defaults
+from toolkit.train.generation import (
+    Sample,
+    inputs_on,
+    own_positions,
+    read_once,
+    reading_masks,
+    without_defaults,
+    write,
+)
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
 
@@ -197,11 +208,11 @@ def generate(
     max_new_tokens: int,
     stop_token_ids: frozenset[int],
     autocast: str | None = None,
-    sample: dict[str, Any] | None = None,
+    sample: dict[str, Any] | Sample | None = None,
     num_beams: int = 1,
     device: torch.device | None = None,
     streamer: Any = None,
-    repeated: bool = False,
+    kept: bool = False,
 ) -> torch.Tensor:
     """Generates one answer per prompt, greedily unless `sample` says otherwise, from what the model says alone: see
     `without_defaults`.
@@ -211,11 +222,11 @@ def generate(
         prompts: Token ids as the model reads them, chat template applied and special tokens added.
         max_new_tokens: Of the longest answer. Fewer, where the longest prompt leaves the model fewer positions.
         autocast: Name of the dtype the model was trained to compute in, or None.
-        sample: Keyword arguments for sampling, e.g. `{"temperature": 0.7, "top_p": 0.9}`.
+        sample: Keyword arguments for sampling, e.g. `{"temperature": 0.7, "top_p": 0.9}`, or what gives them.
         device: Where the model computes, if that is not where its parameters are.
         streamer: One of Transformers', which gets each token as it comes.
-        repeated: Whether prompts are asked several times, so that each is read once. Of processes that compute
-            together, all say the same.
+        kept: Whether prompts that are equal are read once, and answers that have ended leave the others. For
+            architectures that `reads_once` says this of; all processes say the same.
 
     Returns:
         (prompts, tokens) token ids of the answers, filled up with padding after the one that ended each.
@@ -228,39 +239,39 @@ def generate(
     # Decoders continue at the right edge, so they are padded on the left.
     side = "right" if encoder_decoder else "left"
     batch = tokenizer.pad(
-        {"input_ids": list(prompts)}, padding="max_length", max_length=max(1 + repeated, *map(len, prompts)),
+        {"input_ids": list(prompts)}, padding="max_length", max_length=max(1 + kept, *map(len, prompts)),
         padding_side=side, return_attention_mask=True, return_tensors="pt",
     ).to(device)  # fmt: skip
     context = torch.autocast(device.type, getattr(torch, autocast)) if autocast else nullcontext()
-    kwargs = {"do_sample": bool(sample), **(sample or {})}
-    if kwargs["do_sample"]:
-        # Without a number, Transformers takes 50.
-        kwargs = {"top_k": 0, **kwargs}
     # While training, mixtures of experts return router logits for their auxiliary loss; generation cannot use them.
     routed = hasattr(model.config.get_text_config(), "output_router_logits")
     reading = {
         "use_cache": True,
         "pad_token_id": tokenizer.pad_token_id,
-        # Where tokens travel, a process whose answer is complete goes on until all are.
-        "synced_gpus": True if expert_parallel.dividing() > 1 else None,
+        "synced_gpus": _goes_on_for_others(model),
         **({"output_router_logits": False} if routed else {}),
     }
+    # The last token is not read, so that one is always left.
+    longest = max(1, min(max_new_tokens, *(positions_left(model, each) for each in prompts)))
+    ends: dict[str, Any] = {"eos_token_id": sorted(stop_token_ids) or None}
+    draw = sample if callable(sample) else lambda rows, written: _sampling(sample)
     with (
         evaluating(model), torch.no_grad(), context, reading_masks(model), inputs_on(model, device),
         own_positions(model), without_defaults(model, num_beams), decoding(device),
     ):  # fmt: skip
         try:
-            known = read_once(model, prompts, batch, **reading) if repeated else {}
+            cache = read_once(model, prompts, batch, **reading) if kept else None
+            if kept and not reading["synced_gpus"]:
+                return write(model, batch, cache, longest, draw, **ends, **reading)
             generated = model.generate(
                 **batch,
-                **known,
+                **({"past_key_values": cache} if kept else {}),
                 **reading,
-                # The last token is not read, so that one is always left.
-                max_new_tokens=max(1, min(max_new_tokens, *(positions_left(model, each) for each in prompts))),
+                **ends,
+                max_new_tokens=longest,
                 num_beams=num_beams,
-                eos_token_id=sorted(stop_token_ids) or None,
                 **({"streamer": streamer} if streamer else {}),
-                **kwargs,
+                **draw(torch.arange(len(prompts)), 0),
             )
         except UserError:
             raise
@@ -270,6 +281,18 @@ def generate(
                 "set evaluation.num_prompts=0 and remove evaluation.generation_metrics; losses are not affected",
             ) from error
     return generated[:, 0 if encoder_decoder else batch["input_ids"].shape[1] :]
+
+
+def _sampling(sample: dict[str, Any] | None) -> dict[str, Any]:
+    # Without a number, Transformers takes 50 of the likeliest tokens.
+    return {"do_sample": True, "top_k": 0, **sample} if sample else {"do_sample": False}
+
+
+def _goes_on_for_others(model: Any) -> bool:
+    """Whether a process whose answers are complete goes on until those of all are: where it has a part of the
+    parameters, or tokens travel."""
+    divided = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    return expert_parallel.dividing() > 1 or (divided and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def answer(model: Any, tokenizer: Any, *arguments: Any, **settings: Any) -> list[str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.pytorch_utils import move_to_device
 
 from toolkit.models.attention import IMPLEMENTATIONS, OTHER_POSITIONS, with_mask
 from toolkit.models.tiny import by_itself, tiny_model
 
+Sample = Callable[[torch.Tensor, int], dict[str, Any]]
+"""Arguments of `generate` by which some rows of a batch get further tokens: of the rows' numbers and of how many tokens
+their answers have."""
 _KEPT = (
     *("bos_token_id", "decoder_start_token_id", "forced_bos_token_id"),
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
@@ -102,6 +105,8 @@ def reads_once(config: Any, objective: str, trust_remote_code: bool = False) -> 
         config: The model's configuration object.
         objective: As in the recipe.
     """
+    if config.is_encoder_decoder:
+        return False
     whole, short = list(range(5, 25)), [30, 31]
     prompts = [whole, short, whole]
     ids = torch.tensor([[3] * (len(whole) - len(each)) + each for each in prompts])
@@ -119,18 +124,16 @@ def _goes_on(model: Any, prompts: Sequence[list[int]], batch: dict[str, torch.Te
     reading = {"use_cache": True, "pad_token_id": 3, "synced_gpus": False}
     anew, once = (
         model.generate(
-            **batch, **reading, **known,
+            **batch, **reading, past_key_values=cache,
             max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True,
         ).logits
-        for known in ({}, read_once(model, prompts, batch, **reading))
+        for cache in (None, read_once(model, prompts, batch, **reading))
     )  # fmt: skip
     apart = max(float((each - other).abs().max()) for each, other in zip(anew, once, strict=True))
     return apart <= _ROUNDED * float(anew[0].abs().max())
 
 
-def read_once(
-    model: Any, prompts: Sequence[list[int]], batch: dict[str, torch.Tensor], **arguments: Any
-) -> dict[str, Any]:
+def read_once(model: Any, prompts: Sequence[list[int]], batch: dict[str, torch.Tensor], **arguments: Any) -> Any:
     """Reads prompts that are asked for several answers once, but for their last tokens, from which `generate` goes on.
     For architectures that `reads_once` says this of.
 
@@ -140,7 +143,7 @@ def read_once(
         arguments: Others of `generate` that concern how a model reads.
 
     Returns:
-        What `generate` takes beside the batch: a cache with a copy for each answer.
+        Transformers' cache, with a copy for each answer.
     """
     numbers: dict[tuple[int, ...], int] = {}
     places = [numbers.setdefault(tuple(each), len(numbers)) for each in prompts]
@@ -152,9 +155,76 @@ def read_once(
         do_sample=False,
         return_dict_in_generate=True,
     ).past_key_values
-    cache.reorder_cache(torch.tensor(places, device=batch["input_ids"].device))
+    _choose(model, cache, torch.tensor(places, device=batch["input_ids"].device))
+    return cache
+
+
+def _choose(model: Any, cache: Any, rows: torch.Tensor) -> None:
+    """Leaves some rows of a cache, or copies them."""
+    cache.reorder_cache(rows)
     # Vision-language models keep by how much their positions are off in a batch, which has been another one.
     for module in model.modules():
         if getattr(module, "rope_deltas", None) is not None:
             module.rope_deltas = None
-    return {"past_key_values": cache}
+
+
+class _Half(StoppingCriteria):
+    """Ends a generation once half of its answers have ended.
+
+    Args:
+        stops: Tokens that end an answer.
+        ended: (answers,), of those that have; filled in.
+    """
+
+    def __init__(self, stops: torch.Tensor, ended: torch.Tensor) -> None:
+        self._stops, self._ended = stops, ended
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self._ended |= torch.isin(input_ids[:, -1], self._stops)
+        return (2 * self._ended.sum() >= len(self._ended)).expand(len(self._ended))
+
+
+def write(
+    model: Any,
+    batch: dict[str, torch.Tensor],
+    cache: Any,
+    longest: int,
+    sample: Sample,
+    *,
+    eos_token_id: list[int] | None,
+    pad_token_id: int,
+    **arguments: Any,
+) -> torch.Tensor:
+    """Answers to prompts that `read_once` has read. Whenever half of them have ended, the others go on without them.
+
+    Args:
+        batch: See `read_once`.
+        cache: What it gave.
+        longest: Tokens of an answer at most.
+        arguments: Others of `generate`.
+
+    Returns:
+        (prompts, longest) token ids, filled up with padding.
+    """
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    asked, rows = ids.shape[1], torch.arange(len(ids), device=ids.device)
+    answers = ids.new_full((len(ids), longest), pad_token_id)
+    stops = ids.new_tensor(eos_token_id or [])
+    while len(rows):
+        written, ended = ids.shape[1] - asked, torch.zeros_like(rows, dtype=torch.bool)
+        ids = model.generate(
+            input_ids=ids,
+            attention_mask=torch.nn.functional.pad(mask[rows], (0, written), value=1),
+            past_key_values=cache,
+            max_new_tokens=longest - written,
+            stopping_criteria=StoppingCriteriaList([_Half(stops, ended)]),
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            **arguments,
+            **sample(rows, written),
+        )
+        answers[rows, : ids.shape[1] - asked] = ids[:, asked:]
+        going = torch.nonzero(~ended)[:, 0] if ids.shape[1] - asked < longest else rows[:0]
+        ids, rows = ids[going], rows[going]
+        _choose(model, cache, going)
+    return answers

@@ -141,7 +141,8 @@ class Asker:
         stops: Tokens that end an answer.
         autocast: Name of the dtype the model computes in, or None.
         scorer: Scores answers.
-        reads_once: Whether a prompt that gets several answers is read once for all of them.
+        reads_once: Whether a prompt that gets several answers is read once for all of them, and answers that have ended
+            leave the others.
     """
 
     recipe: Recipe
@@ -161,14 +162,18 @@ class Asker:
             numbers: (prompts, tokens) by which they are drawn; without them each token is the likeliest.
         """
         settings = self.recipe.rollout
-        sample: dict[str, Any] = {"do_sample": False}
-        if numbers is not None:
-            drawn = Drawn(torch.from_numpy(numbers).to(device), settings.temperature, settings.top_p)
-            sample["logits_processor"] = LogitsProcessorList([drawn])
+
+        def sample(rows: torch.Tensor, written: int) -> dict[str, Any]:
+            if numbers is None:
+                return {"do_sample": False}
+            left = torch.from_numpy(numbers).to(device)[rows.to(device), written:]
+            drawn = Drawn(left, settings.temperature, settings.top_p)
+            return {"do_sample": False, "logits_processor": LogitsProcessorList([drawn])}
+
         with _as_it_is(model):
             found = generate(
                 model, self.tokenizer, prompts, settings.max_completion_tokens, self.stops, self.autocast, sample,
-                device=device, repeated=self.reads_once and numbers is not None,
+                device=device, kept=self.reads_once,
             )  # fmt: skip
         return [self._ended(ids) for ids in found.tolist()]
 

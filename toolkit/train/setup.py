@@ -157,8 +157,8 @@ def _trainer(decided: Decided, arguments: TrainingArguments, trained: TrainedMod
         trainer.group = layout.global_batch_size
     if recipe.writes:
         stops, scorer = decided.stop_token_ids, Scorer(recipe.rewards)
-        once = recipe.reinforces and not decided.server
-        once = once and reads_once(decided.source.config, recipe.objective, recipe.model.trust_remote_code)
+        config, own = decided.source.config, recipe.model.trust_remote_code
+        once = not decided.server and reads_once(config, recipe.objective, own)
         trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, scorer, once)
         trainer.folder = folder.path if decided.leads else None
     if recipe.reinforces:
