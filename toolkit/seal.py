@@ -87,10 +87,10 @@ def damage(folder: Path, sealed: Mapping[str, Sequence[Any]], raised: Container[
         sealed: Bytes and SHA-256 of each by its name, as `contents` has them.
         raised: Numbers of errors of reading them that are raised.
     """
-    there = {*_files(folder)}
-    if missing := [name for name in sealed if name not in there]:
-        return f"is damaged: it lacks {_some(missing)}"
     try:
+        there = {*_files(folder)}
+        if missing := [name for name in sealed if name not in there]:
+            return f"is damaged: it lacks {_some(missing)}"
         # Sizes first: they tell most damages without reading gigabytes.
         changed = [name for name, (size, _) in sealed.items() if (folder / name).stat().st_size != size]
         now = {} if changed else contents(folder, sealed)

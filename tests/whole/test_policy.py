@@ -4,6 +4,7 @@ which learns a format with a real model."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +27,9 @@ COMMON = [
     *("schedule.max_steps=4", "evaluation.num_prompts=0", "data.eval_max_samples=2"),
     *("rewards.file=own.py", "rewards.trust_python=true", "rewards.length.max_tokens=3", "rewards.length.soft=6"),
 ]
-# Random models end few answers and keep to no format; but hardly two answers have the same share of vowels.
+STOPS = [2, *range(4, 60)]
+"""Tokens of a vocabulary of 128 that end an answer, so that answers are of all lengths, also among processes."""
+# Random models keep to no format; but hardly two answers have the same share of vowels.
 OWN = """
 def reward(completions, prompts, **columns):
     return [sum(letter in "aeiou" for letter in text) / (1 + len(text)) for text in completions]
@@ -41,6 +44,7 @@ CORE = [
     ("grpo", "full", "zero3", 2),
     ("reference", "lora", "zero2", 2),
     ("reference", "lora", "fsdp", 1),
+    ("grpo", "lora", "fsdp", 2),
     ("rloo", "lora", "ddp", 1),
 ]
 FULL = [
@@ -60,6 +64,8 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
     rows = [{"prompt": row["messages"][0]["content"], "answer": str(n)} for n, row in enumerate(chat_rows(40))]
     write_jsonl(folder / "chat.jsonl", rows)
     (folder / "own.py").write_text(OWN, encoding="utf-8")
+    config = folder / "llama" / "generation_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token_id": STOPS}), encoding="utf-8")
     write_recipe(folder, "matrix", RECIPE)
     return Launcher(folder, ranks)
 

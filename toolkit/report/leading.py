@@ -94,4 +94,4 @@ def same_rows(records: Sequence[Record], order: Leading) -> bool:
     """Whether all were evaluated on the same rows, as far as is known, though losses may be made of them in other ways:
     an accuracy is then that of the same pairs, whatever `preference.beta` is."""
     data = {record.manifest.hashes.get("data") for record in records}
-    return len(held_out_tokens(records)) < 2 and (len(data) < 2 or not order.unlike)
+    return len(held_out_tokens(records)) < 2 and (not order.unlike or (len(data) < 2 and None not in data))

@@ -201,8 +201,8 @@ class Meter(TrainerCallback):
             if not reason:
                 raise
             if first:
-                what = "%s; training goes on, and metrics from step %d on are written when they can be: %s"
-                _log.warning(what, reason.what, step, reason.change)
+                what = "%s; training goes on, and metrics from step %d on are written when they can be"
+                _log.warning(what, reason.what, step)
             # The disk may have room again by the next row, which must not begin within this one. Of a file that could
             # not be opened, all stays.
             if size is not None:

@@ -34,6 +34,7 @@ from toolkit.models.shared_rows import sharing
 from toolkit.report.held_out_rows import joined, per_count
 from toolkit.report.rewards import MARGIN
 from toolkit.train.generation import (
+    LEAST,
     Sample,
     inputs_on,
     own_positions,
@@ -212,7 +213,7 @@ def generate(
     num_beams: int = 1,
     device: torch.device | None = None,
     streamer: Any = None,
-    kept: bool = False,
+    once: bool = False,
 ) -> torch.Tensor:
     """Generates one answer per prompt, greedily unless `sample` says otherwise, from what the model says alone: see
     `without_defaults`.
@@ -225,8 +226,8 @@ def generate(
         sample: Keyword arguments for sampling, e.g. `{"temperature": 0.7, "top_p": 0.9}`, or what gives them.
         device: Where the model computes, if that is not where its parameters are.
         streamer: One of Transformers', which gets each token as it comes.
-        kept: Whether prompts that are equal are read once, and answers that have ended leave the others. For
-            architectures that `reads_once` says this of; all processes say the same.
+        once: Whether prompts that are equal are read once, and answers that have ended leave the others unless
+            processes write together. For architectures that `reads_once` says this of; without beams and streamer.
 
     Returns:
         (prompts, tokens) token ids of the answers, filled up with padding after the one that ended each.
@@ -239,20 +240,23 @@ def generate(
     # Decoders continue at the right edge, so they are padded on the left.
     side = "right" if encoder_decoder else "left"
     batch = tokenizer.pad(
-        {"input_ids": list(prompts)}, padding="max_length", max_length=max(1 + kept, *map(len, prompts)),
+        {"input_ids": list(prompts)}, padding="max_length", max_length=max(LEAST * once, *map(len, prompts)),
         padding_side=side, return_attention_mask=True, return_tensors="pt",
     ).to(device)  # fmt: skip
     context = torch.autocast(device.type, getattr(torch, autocast)) if autocast else nullcontext()
     # While training, mixtures of experts return router logits for their auxiliary loss; generation cannot use them.
     routed = hasattr(model.config.get_text_config(), "output_router_logits")
+    together = _write_together(model)
     reading = {
         "use_cache": True,
         "pad_token_id": tokenizer.pad_token_id,
-        "synced_gpus": _goes_on_for_others(model),
+        "synced_gpus": together,
         **({"output_router_logits": False} if routed else {}),
     }
     # The last token is not read, so that one is always left.
     longest = max(1, min(max_new_tokens, *(positions_left(model, each) for each in prompts)))
+    if together:
+        longest = min(gather_object([longest]))
     ends: dict[str, Any] = {"eos_token_id": sorted(stop_token_ids) or None}
     draw = sample if callable(sample) else lambda rows, written: _sampling(sample)
     with (
@@ -260,12 +264,12 @@ def generate(
         own_positions(model), without_defaults(model, num_beams), decoding(device),
     ):  # fmt: skip
         try:
-            cache = read_once(model, prompts, batch, **reading) if kept else None
-            if kept and not reading["synced_gpus"]:
+            cache = read_once(model, prompts, batch, **reading) if once else None
+            if once and not together:
                 return write(model, batch, cache, longest, draw, **ends, **reading)
             generated = model.generate(
                 **batch,
-                **({"past_key_values": cache} if kept else {}),
+                **({"past_key_values": cache} if once else {}),
                 **reading,
                 **ends,
                 max_new_tokens=longest,
@@ -288,9 +292,9 @@ def _sampling(sample: dict[str, Any] | None) -> dict[str, Any]:
     return {"do_sample": True, "top_k": 0, **sample} if sample else {"do_sample": False}
 
 
-def _goes_on_for_others(model: Any) -> bool:
-    """Whether a process whose answers are complete goes on until those of all are: where it has a part of the
-    parameters, or tokens travel."""
+def _write_together(model: Any) -> bool:
+    """Whether a process whose answers are complete goes on until those of all are, because it has a part of the
+    parameters or tokens travel."""
     divided = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
     return expert_parallel.dividing() > 1 or (divided and dist.is_initialized() and dist.get_world_size() > 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +23,16 @@ _KEPT = (
     *("cache_implementation", "cache_config"),
 )
 """What is kept of a generation config: how answers begin, tokens that are no text, and the cache."""
+LEAST = 3
+"""Tokens to which prompts are padded whose first ones are read apart: of a single token, recurrent layers take it that
+it is none of padding."""
+_ASKED = ([[*range(5, 25)], [30, 31], [*range(5, 25)]], [[*range(5, 25)]] * 2, [[0, 30, 31], [40], [40]])
+"""Prompts for a tiny model: padded, without padding, for which some take another way, and short ones."""
 _ROUNDED = 1e-4
 """Share of the largest logit that rounding may change in fp32."""
+_BY_LONGEST = {"longrope", "dynamic"}
+"""Kinds of rotary angles that go by the longest row of a batch."""
+_log = logging.getLogger(__name__)
 _OF_BEAMS = ("early_stopping", "length_penalty")
 """How several beams are compared, which is no matter of one."""
 
@@ -97,30 +106,38 @@ def reading_masks(model: Any) -> Iterator[None]:
 
 
 def reads_once(config: Any, objective: str, trust_remote_code: bool = False) -> bool:
-    """Whether an architecture goes on from a prompt that was read before as if it read it anew, asked of a tiny copy.
+    """Whether an architecture continues from a cached prompt as if it had read it anew, which a tiny copy is asked.
 
-    Not those whose prompts attend in both directions, nor those that keep something else than keys and values.
+    Not those whose prompts attend in both directions, nor those of which `generate` returns no cache. Nor those whose
+    rotary angles go by the longest row of a batch: they would change for the others once it has left.
 
     Args:
         config: The model's configuration object.
         objective: As in the recipe.
     """
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or _BY_LONGEST & {*_rope_types(config.get_text_config().to_dict())}:
         return False
-    whole, short = list(range(5, 25)), [30, 31]
-    prompts = [whole, short, whole]
-    ids = torch.tensor([[3] * (len(whole) - len(each)) + each for each in prompts])
-    # Without padding there are no masks, which some take another way for.
-    batches = [{"input_ids": ids, "attention_mask": (ids != 3).long()}, {"input_ids": ids[::2]}]
     try:
         model: Any = tiny_model(config, objective, trust_remote_code)
         with by_itself(), torch.no_grad(), reading_masks(model), own_positions(model), without_defaults(model, 1):
-            return all(_goes_on(model, prompts[: len(batch["input_ids"])], batch) for batch in batches)
-    except Exception:  # A model's own code may raise anything for sizes that do not fit together.
+            return all(_goes_on(model, prompts) for prompts in _ASKED)
+    except Exception as error:  # A model's own code may raise anything for sizes that do not fit together.
+        _log.debug("prompts are read with each of their answers: %s", error)
         return False
 
 
-def _goes_on(model: Any, prompts: Sequence[list[int]], batch: dict[str, torch.Tensor]) -> bool:
+def _rope_types(values: Any) -> Iterator[str]:
+    """Every `rope_type` in a config."""
+    if isinstance(values, dict):
+        yield from (value for key, value in values.items() if key == "rope_type" and isinstance(value, str))
+        for each in values.values():
+            yield from _rope_types(each)
+
+
+def _goes_on(model: Any, prompts: Sequence[list[int]]) -> bool:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[3] * (width - len(each)) + each for each in prompts])
+    batch = {"input_ids": ids, "attention_mask": (ids != 3).long()}
     reading = {"use_cache": True, "pad_token_id": 3, "synced_gpus": False}
     anew, once = (
         model.generate(
@@ -134,12 +151,12 @@ def _goes_on(model: Any, prompts: Sequence[list[int]], batch: dict[str, torch.Te
 
 
 def read_once(model: Any, prompts: Sequence[list[int]], batch: dict[str, torch.Tensor], **arguments: Any) -> Any:
-    """Reads prompts that are asked for several answers once, but for their last tokens, from which `generate` goes on.
-    For architectures that `reads_once` says this of.
+    """Reads each distinct prompt once, except for its last token, from which `generate` continues. For architectures
+    that `reads_once` says this of.
 
     Args:
         prompts: As they are asked, with repetitions.
-        batch: The same as `generate` takes them, (prompts, tokens) each, padded on the left to two tokens at least.
+        batch: The same as `generate` takes them, (prompts, tokens) each, padded on the left to `LEAST` at least.
         arguments: Others of `generate` that concern how a model reads.
 
     Returns:
@@ -155,11 +172,11 @@ def read_once(model: Any, prompts: Sequence[list[int]], batch: dict[str, torch.T
         do_sample=False,
         return_dict_in_generate=True,
     ).past_key_values
-    _choose(model, cache, torch.tensor(places, device=batch["input_ids"].device))
+    _select_rows(model, cache, torch.tensor(places, device=batch["input_ids"].device))
     return cache
 
 
-def _choose(model: Any, cache: Any, rows: torch.Tensor) -> None:
+def _select_rows(model: Any, cache: Any, rows: torch.Tensor) -> None:
     """Leaves some rows of a cache, or copies them."""
     cache.reorder_cache(rows)
     # Vision-language models keep by how much their positions are off in a batch, which has been another one.
@@ -168,7 +185,7 @@ def _choose(model: Any, cache: Any, rows: torch.Tensor) -> None:
             module.rope_deltas = None
 
 
-class _Half(StoppingCriteria):
+class _HalfEnded(StoppingCriteria):
     """Ends a generation once half of its answers have ended.
 
     Args:
@@ -217,7 +234,7 @@ def write(
             attention_mask=torch.nn.functional.pad(mask[rows], (0, written), value=1),
             past_key_values=cache,
             max_new_tokens=longest - written,
-            stopping_criteria=StoppingCriteriaList([_Half(stops, ended)]),
+            stopping_criteria=StoppingCriteriaList([_HalfEnded(stops, ended)]),
             eos_token_id=eos_token_id,
             pad_token_id=pad_token_id,
             **arguments,
@@ -226,5 +243,5 @@ def write(
         answers[rows, : ids.shape[1] - asked] = ids[:, asked:]
         going = torch.nonzero(~ended)[:, 0] if ids.shape[1] - asked < longest else rows[:0]
         ids, rows = ids[going], rows[going]
-        _choose(model, cache, going)
+        _select_rows(model, cache, going)
     return answers

@@ -27,7 +27,7 @@ from toolkit.data.rewards import Answer, Scorer
 from toolkit.data.thoughts import special_tokens, text_of
 from toolkit.files import as_json, write_atomically
 from toolkit.recipe import Recipe
-from toolkit.train.evaluate import evaluating, generate
+from toolkit.train.evaluate import CannotGenerate, evaluating, generate
 from toolkit.train.watchdog import beat
 
 Numbers = NDArray[np.float64]
@@ -97,7 +97,8 @@ def drop_answers(folder: Path, step: int) -> None:
 
 
 class Drawn(LogitsProcessor):
-    """Leaves of each distribution the token that a uniform number picks: inversion of its cumulated probabilities.
+    """Leaves of each distribution the token that a uniform number picks: inversion of its cumulated probabilities. For
+    one generation, as each call takes the numbers of the next token.
 
     Args:
         numbers: (sequences, tokens), of each sequence for each token that it may have.
@@ -170,11 +171,14 @@ class Asker:
             drawn = Drawn(left, settings.temperature, settings.top_p)
             return {"do_sample": False, "logits_processor": LogitsProcessorList([drawn])}
 
-        with _as_it_is(model):
-            found = generate(
-                model, self.tokenizer, prompts, settings.max_completion_tokens, self.stops, self.autocast, sample,
-                device=device, kept=self.reads_once,
-            )  # fmt: skip
+        try:
+            with _as_it_is(model):
+                found = generate(
+                    model, self.tokenizer, prompts, settings.max_completion_tokens, self.stops, self.autocast, sample,
+                    device=device, once=self.reads_once,
+                )  # fmt: skip
+        except CannotGenerate as error:
+            raise CannotGenerate(error.what, "train another model, or have a server answer: rollout.server") from error
         return [self._ended(ids) for ids in found.tolist()]
 
     def drawn(self, trainer: Any, prompts: list[list[int]], numbers: Numbers) -> list[list[int]]:

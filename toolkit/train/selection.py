@@ -246,7 +246,7 @@ class Selection(TrainerCallback):
             return
         for place in (begun.resolve().parents[1] / self._folder.name).glob("step-*"):
             own = self._place(_step(place))
-            if 0 < _step(place) <= start and not own.exists() and not fault(place):
+            if 0 < _step(place) <= start and not own.exists() and not _fault(place):
                 partial = own.with_name(f"{own.name}.partial")
                 shutil.rmtree(partial, ignore_errors=True)
                 shutil.copytree(place, partial, copy_function=_linked)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import PrinterCallback, TrainingArguments
 
 from toolkit.common import in_background
@@ -158,7 +158,8 @@ def _trainer(decided: Decided, arguments: TrainingArguments, trained: TrainedMod
     if recipe.writes:
         stops, scorer = decided.stop_token_ids, Scorer(recipe.rewards)
         config, own = decided.source.config, recipe.model.trust_remote_code
-        once = not decided.server and reads_once(config, recipe.objective, own)
+        # Processes that compute together have to read as often.
+        once = not decided.server and all(gather_object([reads_once(config, recipe.objective, own)]))
         trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, scorer, once)
         trainer.folder = folder.path if decided.leads else None
     if recipe.reinforces:
