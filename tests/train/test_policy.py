@@ -16,11 +16,14 @@ import torch
 from harness import losses, metrics, write_jsonl, write_recipe
 from small import set_up
 from tiny import perturb, tiny_model, tiny_tokenizer
+from transformers import CONFIG_MAPPING
 
 from toolkit.cli.main import main as toolkit
 from toolkit.data.batches import FixedOrder
 from toolkit.data.rewards import Scorer
+from toolkit.models.tiny import tiny_model as shrunk
 from toolkit.recipe.rules import load_checked
+from toolkit.train.evaluate import CannotGenerate
 from toolkit.train.main import main
 from toolkit.train.policy import FILE
 from toolkit.train.rollouts import Asker, Drawn, uniform
@@ -136,6 +139,15 @@ def test_answers_that_have_ended_leave_the_others() -> None:
     assert tokens == wanted + [1] * (lengths[7] - lengths[6])
     anew = dataclasses.replace(asker, reads_once=False)
     assert found == anew.answers(model, prompts, cpu, numbers)
+
+
+def test_a_model_that_cannot_write_is_told_with_what_to_do_for_this_training() -> None:
+    """What evaluations advise, to do without samples, would not help."""
+    asker = set_up().trainer.asker
+    jamba = shrunk(CONFIG_MAPPING["jamba"](), "grpo")
+    with pytest.raises(CannotGenerate, match="cannot write with this jamba") as failure:
+        asker.answers(jamba, [[5, 6, 7]], torch.device("cpu"))
+    assert "rollout.server" in failure.value.change and "num_prompts" not in failure.value.change
 
 
 def trl_loss(kind: str, inputs: dict[str, Any], folder: Path, **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:

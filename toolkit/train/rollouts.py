@@ -161,6 +161,9 @@ class Asker:
         Args:
             model: Without the engine around it.
             numbers: (prompts, tokens) by which they are drawn; without them each token is the likeliest.
+
+        Raises:
+            CannotGenerate: See `generate`.
         """
         settings = self.recipe.rollout
 
@@ -178,7 +181,10 @@ class Asker:
                     device=device, once=self.reads_once,
                 )  # fmt: skip
         except CannotGenerate as error:
-            raise CannotGenerate(error.what, "train another model, or have a server answer: rollout.server") from error
+            instead = (
+                "have a server answer (rollout.server)" if self.recipe.reinforces else "set distillation.on_policy=0"
+            )
+            raise CannotGenerate(error.whole, f"train another model, or {instead}") from error
         return [self._ended(ids) for ids in found.tolist()]
 
     def drawn(self, trainer: Any, prompts: list[list[int]], numbers: Numbers) -> list[list[int]]:

@@ -157,10 +157,11 @@ def _trainer(decided: Decided, arguments: TrainingArguments, trained: TrainedMod
         trainer.group = layout.global_batch_size
     if recipe.writes:
         stops, scorer = decided.stop_token_ids, Scorer(recipe.rewards)
-        config, own = decided.source.config, recipe.model.trust_remote_code
         # Processes that compute together have to read as often.
-        once = not decided.server and all(gather_object([reads_once(config, recipe.objective, own)]))
-        trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, scorer, once)
+        once = not decided.server and all(
+            gather_object([reads_once(decided.source.config, recipe.objective, recipe.model.trust_remote_code)])
+        )
+        trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, scorer, reads_once=once)
         trainer.folder = folder.path if decided.leads else None
     if recipe.reinforces:
         trainer.resumed = folder.resume_from
