@@ -53,7 +53,7 @@ def measure(modules: int, batches: int, steps: int, settings: list[str]) -> dict
 
     from toolkit.train import setup
     from toolkit.train.main import main
-    from toolkit.train.trainer import CausalTrainer
+    from toolkit.train.trainers.trainer import CausalTrainer
 
     spent: Counter[str] = Counter()
     rows: list[dict[str, float]] = []

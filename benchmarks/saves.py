@@ -46,7 +46,8 @@ def train(engine: str, file: Path) -> int:
     import cpu_engines
     from transformers import TrainerCallback
 
-    from toolkit.train import setup, staging
+    from toolkit.train import setup
+    from toolkit.train.checkpoints import staging
 
     behind: list[tuple[float, float]] = []
     steps: list[tuple[float, float]] = []

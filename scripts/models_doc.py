@@ -45,7 +45,7 @@ from toolkit.planner.trace.passes import run
 from toolkit.planner.trace.setting import Layout, Setting
 from toolkit.planner.trace.shallow import build, load_config
 from toolkit.recipe import compilation, model_configs
-from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
+from toolkit.train.trainers.trainer import CausalTrainer, EncoderDecoderTrainer
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 CAUSAL = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

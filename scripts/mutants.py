@@ -44,7 +44,7 @@ CORE = (
     "toolkit/planner/*.py",
     "toolkit/planner/memory/*.py",
     "toolkit/planner/speed/*.py",
-    "toolkit/train/checkpoint.py",
+    "toolkit/train/checkpoints/checkpoint.py",
     "toolkit/seal.py",
     "toolkit/train/run_folder.py",
 )

@@ -56,7 +56,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is found would be lost; nothing is there yet that could be evaluated."""
-    monkeypatch.setattr("toolkit.train.export.refuse_head", lambda run: None)
+    monkeypatch.setattr("toolkit.train.finished.export.refuse_head", lambda run: None)
     monkeypatch.setattr(os, "access", lambda place, mode: False)
     with pytest.raises(UserError, match=r"cannot be written: .* is read-only, or another user's"):
         evaluate(tmp_path, read_keys(Questions, [], "docs/evaluate.md"))
@@ -99,8 +99,10 @@ def test_what_was_found_is_shown_where_the_disk_is_full(
 ) -> None:
     (tmp_path / "recipe.yaml").touch()
     monkeypatch.setattr("toolkit.cli.run_commands._use_own_caches", lambda run: None)
-    monkeypatch.setattr("toolkit.train.export.refuse_head", lambda run: None)
-    monkeypatch.setattr("toolkit.train.held_out.evaluate_held_out", lambda *args: (HELD_OUT, [{"prompt": "a"}]))
+    monkeypatch.setattr("toolkit.train.finished.export.refuse_head", lambda run: None)
+    monkeypatch.setattr(
+        "toolkit.train.finished.held_out.evaluate_held_out", lambda *args: (HELD_OUT, [{"prompt": "a"}])
+    )
     monkeypatch.setattr("toolkit.cli.evaluate.write_json_lines", lambda *args: Path("/dev/full").write_text("a"))
     assert main(["evaluate", str(tmp_path)]) == 1
     told = capsys.readouterr()

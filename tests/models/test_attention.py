@@ -36,8 +36,8 @@ from toolkit.models.tiny import tiny_model as tiny_copy
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.schema import ATTENTION_BACKENDS
-from toolkit.train.export import load_base
-from toolkit.train.generation import reading_masks
+from toolkit.train.evaluation.generation import reading_masks
+from toolkit.train.finished.export import load_base
 from toolkit.train.verify import check_isolation
 
 GEMMA2 = model_configs.bundled()["google/gemma-2-2b-it"].config
@@ -598,7 +598,7 @@ def test_shared_heads_are_repeated_where_only_the_kernel_that_holds_all_scores_w
 
 def test_answers_do_not_depend_on_the_backend_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model trained with document boundaries generates with masks, and goes back to boundaries."""
-    from toolkit.train.evaluate import answer
+    from toolkit.train.evaluation.evaluate import answer
 
     recipe = load_checked("small", []).recipe
     tokenizer = ModelSource.open(recipe).tokenizer()

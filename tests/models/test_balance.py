@@ -11,7 +11,7 @@ from transformers.models.mixtral import modeling_mixtral
 
 from toolkit.models import balance
 from toolkit.models.output_head import HeadChoice
-from toolkit.train import objectives
+from toolkit.train.trainers import objectives
 
 place = small.place_with("moe")
 ROWS = 3

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit.common import UserError
 from toolkit.models import expert_parallel, parts
 from toolkit.models.expert_parallel import divide_experts, part_of_experts
-from toolkit.train.evaluate import answer
+from toolkit.train.evaluation.evaluate import answer
 
 _SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,

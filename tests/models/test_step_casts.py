@@ -19,7 +19,7 @@ from toolkit.models.step_casts import StepCasts, drop_with_layers
 from toolkit.models.tiny import shrink
 from toolkit.recipe import Recipe
 from toolkit.train import setup
-from toolkit.train.evaluate import generate
+from toolkit.train.evaluation.evaluate import generate
 
 SETTINGS = ("method=lora", "precision=bf16", "max_steps=3", "batch.micro_batch_size=2")
 

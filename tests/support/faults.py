@@ -23,7 +23,7 @@ from ranks import Ranks
 from tiny import chat_rows, tiny_model
 
 from toolkit.seal import read_seal
-from toolkit.train import checkpoint
+from toolkit.train.checkpoints import checkpoint
 
 RECIPE = """
 description: A training whose saves fail
@@ -182,7 +182,7 @@ def _wait(session: Any, file: str) -> None:
 
 def _hold(session: Any, file: str) -> None:
     """Copies of checkpoints, and models that are kept, are not written before a file is there."""
-    from toolkit.train import snapshots
+    from toolkit.train.checkpoints import snapshots
 
     def later(call: Callable[..., Any]) -> Callable[..., Any]:
         def called_later(*args: Any, **kwargs: Any) -> Any:

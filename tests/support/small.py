@@ -140,9 +140,9 @@ def with_callbacks(*overrides: str) -> tuple[Any, Any]:
     from toolkit.recipe.rules import load_checked
     from toolkit.report.terminal import Progress
     from toolkit.train import preflight, setup
+    from toolkit.train.health.watchdog import Watchdog
     from toolkit.train.run_folder import claim
     from toolkit.train.startup import StartUp
-    from toolkit.train.watchdog import Watchdog
 
     loaded = load_checked("small", ["checkpoint.resume=never", *overrides])
     preflight.check_devices(loaded.recipe, World())

@@ -166,7 +166,9 @@ def phases(tracker: Tracker) -> Iterator[None]:
 
     from toolkit.models.load import ModelSource
     from toolkit.models.stage import Stage
-    from toolkit.train import evaluate, heads, pipelined, train, trainer
+    from toolkit.train import train
+    from toolkit.train.evaluation import evaluate
+    from toolkit.train.trainers import heads, pipelined, trainer
 
     replaced: list[tuple[Any, str, Any]] = []
 
@@ -250,7 +252,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     from cpu_engines import use_cpu_processes
 
-    from toolkit.train import watchdog
+    from toolkit.train.health import watchdog
     from toolkit.train.main import main as train
 
     use_cpu_processes()

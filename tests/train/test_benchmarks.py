@@ -13,8 +13,8 @@ from small import LORA, place_with, trained
 
 from toolkit.cli.main import main as cli
 from toolkit.report.evaluation import Evaluation
-from toolkit.train import benchmarks
-from toolkit.train.export import load_trained
+from toolkit.train.finished import benchmarks
+from toolkit.train.finished.export import load_trained
 
 # An extra that requirements.lock does not have.
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[evaluate]'")

@@ -22,7 +22,7 @@ from toolkit.train import callbacks
 from toolkit.train.callbacks import Meter, step_tokens
 from toolkit.train.run_folder import RunFolder
 from toolkit.train.startup import StartUp, process_seconds
-from toolkit.train.trainer import Waiting
+from toolkit.train.trainers.trainer import Waiting
 
 
 def session(folder: Path, length: Length, lengths: list[int], shuffle: bool = True, guard: Any = None) -> Any:

@@ -18,8 +18,8 @@ from harness import environment
 from small import LORA, SEQ2SEQ, place_with, trained, with_special_tokens
 
 from toolkit.cli.main import main as cli
-from toolkit.train import chat
-from toolkit.train.export import load_trained
+from toolkit.train.finished import chat
+from toolkit.train.finished.export import load_trained
 
 place = place_with("llama", "blenderbot")
 

@@ -23,7 +23,7 @@ from tiny import chat_rows, tiny_model
 from toolkit.common import UserError
 from toolkit.recipe import Loaded, load
 from toolkit.seal import read_seal, seal
-from toolkit.train import checkpoint
+from toolkit.train.checkpoints import checkpoint
 from toolkit.train.run_folder import claim
 
 RECIPE = """

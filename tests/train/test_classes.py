@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.train.classes import class_figures, entities, entity_counts, entity_figures, entity_types
+from toolkit.train.trainers.classes import class_figures, entities, entity_counts, entity_figures, entity_types
 
 COUNTS = [[6, 7, 8], [3, 5, 4], [0, 0, 0]]
 

@@ -98,12 +98,12 @@ def check_completed(run: Path, done: Finished, other: Path) -> None:
 
 STAGES = {
     "before the model is saved": "before:toolkit.train.train.publish:1",
-    "while it is saved": "before:toolkit.train.save.flush:1",
+    "while it is saved": "before:toolkit.train.checkpoints.save.flush:1",
     "before it is in its place": "before:toolkit.train.train.contents:1",
     "before its card": "before:toolkit.train.train.write_card:1",
     "before the evaluation": "before:toolkit.train.callbacks.Evaluator.finish:1",
-    "before the answers": "before:toolkit.train.samples.session_answers:1",
-    "after the answers": "after:toolkit.train.samples.session_answers:1",
+    "before the answers": "before:toolkit.train.evaluation.samples.session_answers:1",
+    "after the answers": "after:toolkit.train.evaluation.samples.session_answers:1",
     "before the last card": "before:toolkit.train.train.write_card:2",
     "before the report": "before:toolkit.train.train.write_report:1",
     "after the report": "after:toolkit.train.train.write_report:1",

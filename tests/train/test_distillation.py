@@ -24,9 +24,9 @@ from toolkit.models.streamed_layers import stream_layers
 from toolkit.models.teacher import check_vocabulary, load_teacher, open_teacher
 from toolkit.recipe.distillation import Teacher
 from toolkit.recipe.rules import load_checked
-from toolkit.train.evaluate import evaluate
+from toolkit.train.evaluation.evaluate import evaluate
 from toolkit.train.main import main
-from toolkit.train.rollouts import uniform
+from toolkit.train.trainers.rollouts import uniform
 
 DISTILL = ["objective=distillation", "distillation.teacher.path=teacher"]
 OWN = [*DISTILL, "distillation.on_policy=1", "rollout.max_completion_tokens=6"]

@@ -22,8 +22,8 @@ from tiny import chat_rows, tiny_kind, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.seal import read_seal, seal
-from toolkit.train import saved_state
-from toolkit.train.saved_state import equal_parts
+from toolkit.train.checkpoints import saved_state
+from toolkit.train.checkpoints.saved_state import equal_parts
 
 RECIPE = """
 description: A training that is continued elsewhere

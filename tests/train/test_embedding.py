@@ -15,9 +15,9 @@ from harness import losses, metrics, write_jsonl, write_recipe
 from small import set_up, trained
 from tiny import pair_rows, tiny_encoder, tiny_model
 
-from toolkit.train.embedding import Drawn
+from toolkit.train.finished.merge import merge
 from toolkit.train.main import main
-from toolkit.train.merge import merge
+from toolkit.train.trainers.embedding import Drawn
 
 RECIPE = """
 description: A small training of vectors
@@ -178,7 +178,7 @@ def test_a_run_learns_and_says_how_well() -> None:
 
 def test_correlations_are_scipys() -> None:
     stats = pytest.importorskip("scipy.stats")
-    from toolkit.train.retrieval import correlation_figures
+    from toolkit.train.trainers.retrieval import correlation_figures
 
     vectors = torch.nn.functional.normalize(torch.randn(30, 2, 4, generator=torch.Generator().manual_seed(1)), dim=-1)
     scores = torch.arange(30).double() // 4
@@ -194,7 +194,7 @@ def test_correlations_are_scipys() -> None:
 
 def test_intervals_of_few_rows() -> None:
     """A mean's is Student's; a correlation's holds the truth at least as often as it says. Of too few there is none."""
-    from toolkit.train.retrieval import correlation_figures, retrieval_figures
+    from toolkit.train.trainers.retrieval import correlation_figures, retrieval_figures
 
     vectors = torch.eye(8).expand(2, 8, 8).transpose(0, 1).clone()
     vectors[0, 0] = 0.8 * vectors[1, 1] + 0.6 * vectors[0, 1]  # Another row's positive is nearer.

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from toolkit.train.evaluate import answer, generate, generated_metrics, held_out_loss
-from toolkit.train.generation import inputs_on
+from toolkit.train.evaluation.evaluate import answer, generate, generated_metrics, held_out_loss
+from toolkit.train.evaluation.generation import inputs_on
 from toolkit.train.main import main
 
 place = place_with("llama", "moe", "gpt2", "blenderbot")

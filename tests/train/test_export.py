@@ -20,7 +20,7 @@ from toolkit.cli.main import main as cli
 from toolkit.common import UserError
 from toolkit.distributed.engines import dtypes
 from toolkit.train import train
-from toolkit.train.export import opened, with_adapter
+from toolkit.train.finished.export import opened, with_adapter
 
 place = place_with("llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
 
@@ -128,7 +128,7 @@ def test_a_terminal_gets_no_flood_of_an_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained("long", *LORA)
-    monkeypatch.setattr("toolkit.train.export.answer", lambda *_: ["word\n" * 5000])
+    monkeypatch.setattr("toolkit.train.finished.export.answer", lambda *_: ["word\n" * 5000])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     capsys.readouterr()
     assert cli(["generate", str(run), "--prompt", "Hello"]) == 0

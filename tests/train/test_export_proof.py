@@ -26,7 +26,7 @@ from toolkit.cli.main import main as cli
 from toolkit.data.prepare import prepare
 from toolkit.models.embedding import pooled
 from toolkit.recipe.rules import load_checked
-from toolkit.train.export import load_trained, opened
+from toolkit.train.finished.export import load_trained, opened
 
 RECIPE = """
 description: A small training

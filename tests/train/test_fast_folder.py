@@ -19,9 +19,9 @@ from ranks import Finished, Ranks
 from toolkit.common import UserError, in_background
 from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
-from toolkit.train import fast_folder
-from toolkit.train.fast_folder import FastFolder, copy_left, held, remove_dead, take_left, whole
-from toolkit.train.sealing import aside
+from toolkit.train.checkpoints import fast_folder
+from toolkit.train.checkpoints.fast_folder import FastFolder, copy_left, held, remove_dead, take_left, whole
+from toolkit.train.checkpoints.sealing import aside
 
 ENGINES = [name if name == "single" else pytest.param(name, marks=pytest.mark.matrix) for name in faults.ENGINES]
 

@@ -13,8 +13,8 @@ from pages import Page
 from ranks import ON_CPU, Finished, Ranks
 from small import LORA, place_with
 
-from toolkit.train.checkpoint import newest
-from toolkit.train.finite import are_finite
+from toolkit.train.checkpoints.checkpoint import newest
+from toolkit.train.health.finite import are_finite
 from toolkit.train.main import main
 from toolkit.train.run_folder import RunFolder
 
@@ -41,7 +41,7 @@ import cpu_engines
 
 def main(arguments):
     import torch
-    from toolkit.train.trainer import CausalTrainer
+    from toolkit.train.trainers.trainer import CausalTrainer
 
     class Broken(torch.autograd.Function):
         @staticmethod

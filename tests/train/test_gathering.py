@@ -14,8 +14,8 @@ from small import RECIPE
 from tiny import chat_rows, tiny_kind
 from transformers import AutoModelForCausalLM
 
-from toolkit.train.gathering import name_units
 from toolkit.train.main import main
+from toolkit.train.trainers.gathering import name_units
 
 
 def named(kind: str) -> list[str] | None:

@@ -11,9 +11,9 @@ from tiny import tiny_tokenizer
 from transformers import CONFIG_MAPPING, LogitsProcessorList
 
 from toolkit.models.tiny import tiny_model
-from toolkit.train.evaluate import generate
-from toolkit.train.generation import reads_once
-from toolkit.train.rollouts import Drawn, uniform
+from toolkit.train.evaluation.evaluate import generate
+from toolkit.train.evaluation.generation import reads_once
+from toolkit.train.trainers.rollouts import Drawn, uniform
 
 MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}}
 LONG = {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}}

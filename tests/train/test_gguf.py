@@ -18,7 +18,7 @@ from small import LORA, populate, trained
 
 from toolkit.cli.main import main
 from toolkit.common import UserError
-from toolkit.train import gguf
+from toolkit.train.finished import gguf
 
 
 def script(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_a_converter_ends_with_an_export_that_is_killed(tmp_path: Path, monkeypa
     writes = "import os, sys, time; print(os.getpid(), file=open(sys.argv[3], 'w'), flush=True); time.sleep(600)"
     script(tmp_path, writes, monkeypatch)
     line = f"gguf.convert(Path({str(tmp_path)!r}), Path({str(tmp_path / gguf.FILE)!r}), 'gguf', torch.float32)"
-    imports = "from pathlib import Path; import torch; from toolkit.train import gguf"
+    imports = "from pathlib import Path; import torch; from toolkit.train.finished import gguf"
     exporting = subprocess.Popen([sys.executable, "-c", f"{imports}; {line}"])
     within(60, lambda: (tmp_path / gguf.FILE).is_file() and (tmp_path / gguf.FILE).read_text())
     converting = int((tmp_path / gguf.FILE).read_text())

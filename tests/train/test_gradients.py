@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.train.gradients import clip_gradients
+from toolkit.train.trainers.gradients import clip_gradients
 
 SHAPES = {"large": (300, 577), "rows": (64, 512), "small": (16, 8), "bias": (40_001,), "none": (0,), "one": (1,)}
 

@@ -22,12 +22,12 @@ from toolkit.cli.evaluate import Questions, evaluate
 from toolkit.common import UserError
 from toolkit.models import varlen
 from toolkit.report.load import read_run
-from toolkit.train import heads
-from toolkit.train.chat import chat
-from toolkit.train.export import answer_prompts, load_trained, opened
-from toolkit.train.heads import check_padding
+from toolkit.train.finished.chat import chat
+from toolkit.train.finished.export import answer_prompts, load_trained, opened
+from toolkit.train.finished.merge import merge
 from toolkit.train.main import main
-from toolkit.train.merge import merge
+from toolkit.train.trainers import heads
+from toolkit.train.trainers.heads import check_padding
 
 RECIPE = """
 description: A small training of a head

@@ -15,8 +15,8 @@ from small import LORA, NF4, SEQ2SEQ, place_with, trained, with_special_tokens
 from toolkit.cli.main import main as cli
 from toolkit.data.prepare import prepare
 from toolkit.report.evaluation import ROWS, Evaluation
-from toolkit.train import held_out
-from toolkit.train.export import opened
+from toolkit.train.finished import held_out
+from toolkit.train.finished.export import opened
 
 place = place_with("llama", "blenderbot")
 

@@ -13,9 +13,9 @@ from small import LORA, place_with, set_up, with_callbacks
 
 from toolkit.models.load import ModelSource
 from toolkit.train import train
-from toolkit.train.export import load_trained
+from toolkit.train.finished.export import load_trained
+from toolkit.train.finished.merge import merge
 from toolkit.train.main import main
-from toolkit.train.merge import merge
 from toolkit.train.optimizer import optimizer_class
 
 place = place_with("llama")

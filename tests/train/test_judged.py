@@ -18,7 +18,7 @@ from small import ALL_CUTS, CUTS, set_up
 from tiny import perturb, tiny_model
 
 from toolkit.train.main import main
-from toolkit.train.reference import FILE
+from toolkit.train.trainers.reference import FILE
 
 RECIPE = """
 description: A small training on judged answers

@@ -29,8 +29,8 @@ from toolkit.data.prepare import prepare
 from toolkit.distributed.engines import dtypes
 from toolkit.models.load import ModelSource
 from toolkit.recipe.rules import load_checked
-from toolkit.train.export import load_trained
-from toolkit.train.merge import check_reading, merge, place_for, proof_rows
+from toolkit.train.finished.export import load_trained
+from toolkit.train.finished.merge import check_reading, merge, place_for, proof_rows
 from toolkit.train.run_folder import RunFolder
 
 place = place_with("llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
@@ -155,7 +155,7 @@ def test_merge_that_is_not_equal_is_refused_and_leaves_nothing(weakly: bool, mon
     for there in (run / "merged", run / "link"):
         with pytest.raises(UserError, match="exists already"):
             merge([run], there)
-    monkeypatch.setattr("toolkit.train.merge.opened", lambda run: pytest.fail("that takes minutes"))
+    monkeypatch.setattr("toolkit.train.finished.merge.opened", lambda run: pytest.fail("that takes minutes"))
     with pytest.raises(UserError, match=r"recipe.yaml/new cannot be written: .*recipe.yaml is no folder"):
         merge([run], run / "recipe.yaml" / "new")
 
@@ -304,7 +304,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from toolkit.distributed.engines import dtypes
 from toolkit.models.load import ModelSource
 from toolkit.recipe.rules import load_checked
-from toolkit.train import merge as merging
+from toolkit.train.finished import merge as merging
 from toolkit.train.process import peak_host_bytes
 
 config = AutoConfig.from_pretrained("llama")

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from toolkit.models.coverage import parameter_counts
 from toolkit.recipe import RecipeError
 from toolkit.recipe.rules import load_checked
-from toolkit.train.export import load_trained
+from toolkit.train.finished.export import load_trained
 from toolkit.train.main import main
 
 TOKENS = 'model.new_tokens=["<tool>","str","</tool>"]'

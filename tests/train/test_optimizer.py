@@ -28,7 +28,7 @@ from toolkit.recipe import Recipe
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.rules import check
 from toolkit.recipe.sections import SCHEDULES
-from toolkit.train.evaluate import held_out_loss
+from toolkit.train.evaluation.evaluate import held_out_loss
 from toolkit.train.main import main
 from toolkit.train.optimizer import optimizer_class
 

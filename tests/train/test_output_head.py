@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.data.rows import IGNORE
 from toolkit.models.output_head import HeadChoice
-from toolkit.train import objectives
 from toolkit.train.main import main
+from toolkit.train.trainers import objectives
 
 UNAWARE = """
 import cpu_engines
-import toolkit.train.objectives as objectives
+import toolkit.train.trainers.objectives as objectives
 from toolkit.models.output_head import HeadChoice
 
 def main(arguments):

@@ -136,7 +136,7 @@ REFUSES = """
 import os
 import cpu_engines
 from toolkit.common import UserError
-from toolkit.train import checkpoint
+from toolkit.train.checkpoints import checkpoint
 
 def main(arguments):
     def refuse(*of_the_first_process):
@@ -160,7 +160,7 @@ def test_a_recipe_may_be_changed_after_a_set_up_that_failed(place: Path, tmp_pat
 STOPS = """
 import os, signal, time
 import cpu_engines
-from toolkit.train.samples import Samples
+from toolkit.train.evaluation.samples import Samples
 
 def main(arguments):
     def answer(self, when):

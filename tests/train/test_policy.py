@@ -23,10 +23,10 @@ from toolkit.data.batches import FixedOrder
 from toolkit.data.rewards import Scorer
 from toolkit.models.tiny import tiny_model as shrunk
 from toolkit.recipe.rules import load_checked
-from toolkit.train.evaluate import CannotGenerate
+from toolkit.train.evaluation.evaluate import CannotGenerate
 from toolkit.train.main import main
-from toolkit.train.policy import FILE
-from toolkit.train.rollouts import Asker, Drawn, uniform
+from toolkit.train.trainers.policy import FILE
+from toolkit.train.trainers.rollouts import Asker, Drawn, uniform
 
 RECIPE = """
 description: A small training on rewards

@@ -21,7 +21,7 @@ from tiny import perturb, tiny_model
 from toolkit.cli.main import main as toolkit
 from toolkit.recipe.preference import OF_DIFFERENCES
 from toolkit.train.main import main
-from toolkit.train.reference import FILE
+from toolkit.train.trainers.reference import FILE
 
 RECIPE = """
 description: A small training on pairs

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from toolkit.distributed.layout import BatchLayout, Length
 from toolkit.train.profiler import FILE, Profiler, seconds_by_kind
 from toolkit.train.run_folder import RunFolder
-from toolkit.train.trainer import WAITING, Waiting
+from toolkit.train.trainers.trainer import WAITING, Waiting
 
 NAMES = ("matrix products", "the optimizer", "waiting for data", "element-wise and other operations")
 

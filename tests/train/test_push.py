@@ -256,7 +256,7 @@ def test_what_ends_the_sending_of_a_large_file_is_said(
 def test_a_hub_that_stops_answering_ends_a_push_in_one_message(
     full: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, swallows: str
 ) -> None:
-    monkeypatch.setattr("toolkit.train.push._PATIENCE", 0.2)
+    monkeypatch.setattr("toolkit.train.finished.push._PATIENCE", 0.2)
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # Between its attempts.
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.5")

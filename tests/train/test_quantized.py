@@ -17,9 +17,9 @@ from tiny import tiny_kind
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
-from toolkit.train import quantized
-from toolkit.train.export import load_trained
-from toolkit.train.merge import proof_rows
+from toolkit.train.finished import quantized
+from toolkit.train.finished.export import load_trained
+from toolkit.train.finished.merge import proof_rows
 
 place = place_with("llama", "blenderbot")
 

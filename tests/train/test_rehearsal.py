@@ -11,7 +11,7 @@ from faults import engines, run, saved
 from harness import losses
 from ranks import Ranks
 
-from toolkit.train import checkpoint
+from toolkit.train.checkpoints import checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from small import place_with, set_up, trained
 
 from toolkit.recipe.rules import load_checked
 from toolkit.report.load import read_run
-from toolkit.train import callbacks, row_losses, untrained
-from toolkit.train.evaluate import Evaluated
+from toolkit.train import callbacks
+from toolkit.train.evaluation import row_losses, untrained
+from toolkit.train.evaluation.evaluate import Evaluated
 from toolkit.train.main import main
 
 place = place_with("llama")

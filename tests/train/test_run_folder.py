@@ -34,8 +34,9 @@ from toolkit.recipe.load import load_resolved
 from toolkit.report.load import read_run
 from toolkit.report.terminal import Progress
 from toolkit.seal import contents, read_seal, seal
-from toolkit.train import checkpoint, decide
+from toolkit.train import decide
 from toolkit.train import model as loading
+from toolkit.train.checkpoints import checkpoint
 from toolkit.train.identity import recipe_hash
 from toolkit.train.run_folder import (
     RunFolder,

@@ -16,7 +16,7 @@ from tiny import tiny_kind, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
-from toolkit.train import save
+from toolkit.train.checkpoints import save
 from toolkit.train.main import main as train
 
 # Adam moves weights whose gradient is nearly zero either way.

@@ -9,7 +9,7 @@ import pytest
 import sacrebleu
 
 from toolkit.data.rewards import is_json, number_in
-from toolkit.train.scoring import METRICS, paired_shares, rouge_l, scored, wilson
+from toolkit.train.evaluation.scoring import METRICS, paired_shares, rouge_l, scored, wilson
 
 WORDS = ["the", "a", "cat", "dog", "sat", "lay", "on", "under", "mat", "bed", "red", "blue"]
 

@@ -194,9 +194,9 @@ def test_the_mean_of_the_last_models_is_published_on_every_engine(
 
 
 KILLS = {
-    "in-a-snapshot": "before:toolkit.train.snapshots.seal:2",
-    "before-it-counts": "after:toolkit.train.snapshots.seal:2",
-    "after-it-counts": "after:toolkit.train.snapshots.write:2",
+    "in-a-snapshot": "before:toolkit.train.checkpoints.snapshots.seal:2",
+    "before-it-counts": "after:toolkit.train.checkpoints.snapshots.seal:2",
+    "after-it-counts": "after:toolkit.train.checkpoints.snapshots.write:2",
     "in-an-evaluation": "before:toolkit.train.callbacks.evaluate:6",
     "before-publishing": "before:toolkit.train.train.publish:1",
     "after-publishing": "after:toolkit.train.train.publish:1",

@@ -34,8 +34,8 @@ from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
 from toolkit.train.identity import recipe_hash
 from toolkit.train.main import main
-from toolkit.train.policy import FILE, OF_SERVER
-from toolkit.train.served_answers import FOLDER, seed_of
+from toolkit.train.trainers.policy import FILE, OF_SERVER
+from toolkit.train.trainers.served_answers import FOLDER, seed_of
 
 RECIPE = """
 description: A small training on rewards, with answers from a server

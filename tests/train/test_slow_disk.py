@@ -14,8 +14,9 @@ from ranks import Ranks
 
 from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
-from toolkit.train import fast_folder, slow_disk
-from toolkit.train.sealing import aside
+from toolkit.train import slow_disk
+from toolkit.train.checkpoints import fast_folder
+from toolkit.train.checkpoints.sealing import aside
 
 GIB = 2**30
 

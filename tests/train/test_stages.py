@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.recipe import RecipeError
 from toolkit.recipe.rules import load_checked
+from toolkit.train.finished.merge import merge
 from toolkit.train.main import main
-from toolkit.train.merge import merge
 
 place = place_with("llama")
 

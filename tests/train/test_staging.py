@@ -19,9 +19,9 @@ from ranks import Ranks
 from toolkit.common import in_background
 from toolkit.recipe import Recipe
 from toolkit.seal import fault, read_seal
-from toolkit.train import sealing
-from toolkit.train.sealing import aside, complete, complete_left
-from toolkit.train.staging import Saves
+from toolkit.train.checkpoints import sealing
+from toolkit.train.checkpoints.sealing import aside, complete, complete_left
+from toolkit.train.checkpoints.staging import Saves
 
 
 @pytest.fixture(scope="module")

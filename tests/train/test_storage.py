@@ -16,7 +16,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit.common import UserError
-from toolkit.train.storage import build_new, check_new, room_for, unwritable
+from toolkit.train.checkpoints.storage import build_new, check_new, room_for, unwritable
 
 
 @pytest.fixture
@@ -78,8 +78,9 @@ def test_of_two_that_fill_a_folder_at_once_the_later_one_is_told(place: Path) ->
     """While the first one works, whose lock stays; or when that is done."""
 
     def again(folder: Path) -> None:
-        line = f"from toolkit.train.storage import build_new; build_new(Path({str(place / 'merged')!r}), print, '-o')"
-        other = subprocess.run([sys.executable, "-c", f"from pathlib import Path; {line}"], capture_output=True)
+        imports = "from pathlib import Path; from toolkit.train.checkpoints.storage import build_new"
+        line = f"{imports}; build_new(Path({str(place / 'merged')!r}), print, '-o')"
+        other = subprocess.run([sys.executable, "-c", line], capture_output=True)
         assert b"another process writes" in other.stderr and Path(f"{place / 'merged'}.lock").exists()
         (folder / "file").touch()
 

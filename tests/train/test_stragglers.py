@@ -14,14 +14,15 @@ from ranks import Finished, Ranks
 from small import place_with
 
 from toolkit.report.run_page import write_report
-from toolkit.train.stragglers import Totals, slower
+from toolkit.train.health.stragglers import Totals, slower
 
 place = place_with("llama")
 SLOW = """
 import os, time
 import cpu_engines
 from toolkit.data import collate
-from toolkit.train import stragglers, trainer, watchdog
+from toolkit.train.health import stragglers, watchdog
+from toolkit.train.trainers import trainer
 
 def main(arguments):
     what, who = os.environ["SLOW"], os.environ["WHO"]

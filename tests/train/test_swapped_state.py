@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from toolkit.common import UserError
-from toolkit.train.swapped_state import restore_swapped
+from toolkit.train.checkpoints.swapped_state import restore_swapped
 
 
 class Zero:

@@ -16,7 +16,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from toolkit.common import UserError
-from toolkit.train.unpickling import EndOfReading, only_data
+from toolkit.train.checkpoints.unpickling import EndOfReading, only_data
 
 
 class Calls:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small import place_with, trained
 
-from toolkit.train import untrained
+from toolkit.train.evaluation import untrained
 
 place = place_with("llama", "gpt2")
 ALIKE = ["num_prompts=2", "data.eval_split=0.2", "method=lora", "method.r=4"]

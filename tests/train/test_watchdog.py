@@ -22,7 +22,9 @@ HANGS = """
 import ctypes, os, threading, time
 import cpu_engines
 from toolkit.data import collate
-from toolkit.train import train, trainer, watchdog
+from toolkit.train import train
+from toolkit.train.trainers import trainer
+from toolkit.train.health import watchdog
 
 def long():
     print("now", flush=True)

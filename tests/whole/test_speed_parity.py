@@ -15,7 +15,7 @@ SLOW = """
 import toolkit.train.main as run
 import toolkit.models.adapters as adapters
 import toolkit.train.batching as batching
-import toolkit.train.objectives as objectives
+import toolkit.train.trainers.objectives as objectives
 import toolkit.train.setup as setup
 from toolkit.data.batches import MicroBatches
 from toolkit.models.output_head import HeadChoice

@@ -14,7 +14,7 @@ from toolkit.files import not_writable, read_file, set_aside, write_json, write_
 from toolkit.recipe.base import Place
 from toolkit.report.evaluation import FILE, ROWS, Evaluation
 from toolkit.report.run_page import write_report
-from toolkit.train.scoring import METRICS
+from toolkit.train.evaluation.scoring import METRICS
 
 _LOCK = f".{FILE}.lock"
 
@@ -66,13 +66,13 @@ class Questions(Keys):
 
 def evaluate(run: Path, asked: Questions) -> tuple[Evaluation, list[dict[str, Any]]]:
     """Evaluates a run. Returns what was found, and a row for each held-out row that was answered."""
-    from toolkit.train.export import refuse_head
+    from toolkit.train.finished.export import refuse_head
 
     refuse_head(run)
     if reason := not_writable(run):
         raise UserError(f"what is found is kept in {run}, which cannot be written: {reason}", "copy the run folder")
     if asked.tasks:
-        from toolkit.train.benchmarks import evaluate_tasks
+        from toolkit.train.finished.benchmarks import evaluate_tasks
 
         new = evaluate_tasks(
             run,
@@ -85,7 +85,7 @@ def evaluate(run: Path, asked: Questions) -> tuple[Evaluation, list[dict[str, An
             before=asked.before,
         )
         return Evaluation(tasks=new), []
-    from toolkit.train.held_out import evaluate_held_out
+    from toolkit.train.finished.held_out import evaluate_held_out
 
     held_out, rows = evaluate_held_out(
         run, asked.rows, asked.batch_size, asked.max_new_tokens, asked.metrics, asked.before

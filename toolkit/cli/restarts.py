@@ -27,7 +27,7 @@ from toolkit.planner.hardware import answering
 from toolkit.recipe import Loaded
 from toolkit.report.load import read_manifest, read_metrics
 from toolkit.seal import read_seal
-from toolkit.train.checkpoint import check_readable
+from toolkit.train.checkpoints.checkpoint import check_readable
 from toolkit.train.process import take_terminal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

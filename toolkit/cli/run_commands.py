@@ -87,7 +87,7 @@ def generate(options: argparse.Namespace) -> None:
     run = _run_folder(options.run)
     sample = _sample(options)
     _use_own_caches(run)
-    from toolkit.train.export import answer_prompts
+    from toolkit.train.finished.export import answer_prompts
 
     answer_prompts(run, options.prompt, options.max_new_tokens, sample, options.seed)
 
@@ -103,7 +103,7 @@ def chat(options: argparse.Namespace) -> None:
     runs = [_run_folder(run) for run in options.runs]
     sample = _sample(options)
     _use_own_caches(*runs)
-    from toolkit.train.chat import chat
+    from toolkit.train.finished.chat import chat
 
     chat(runs, options.system, options.max_new_tokens, sample, options.seed)
 
@@ -119,7 +119,7 @@ def merge(options: argparse.Namespace) -> None:
     if len(runs) > 1 and not options.output:
         raise UserError("no folder is named for what several runs are merged into", "add --output DIR")
     _use_own_caches(*runs)
-    from toolkit.train.merge import merge
+    from toolkit.train.finished.merge import merge
 
     output = options.output or runs[0] / "merged"
     print(merge(runs, output, options.weights))
@@ -154,7 +154,7 @@ def export(options: argparse.Namespace) -> None:
     """Write a run's model in fewer bits, and compare it with the run's."""
     run, wanted = _run_folder(options.run), read_keys(Export, options.arguments, "docs/use.md")
     _use_own_caches(run)
-    from toolkit.train.quantized import export
+    from toolkit.train.finished.quantized import export
 
     output = Path(wanted.output or run / wanted.format)
     print(export(run, wanted.format, output))
@@ -194,7 +194,7 @@ class Push(Keys):
 def push(options: argparse.Namespace) -> None:
     """Publish a run's model on the Hub, once its card and licence are in order."""
     run, wanted = _run_folder(options.run), read_keys(Push, options.arguments, "docs/use.md")
-    from toolkit.train.push import push
+    from toolkit.train.finished.push import push
 
     where = push(
         run, options.repository, wanted.license, wanted.public, wanted.branch, lambda line: print(printable(line))

@@ -24,18 +24,18 @@ from toolkit.report.load import parse_row, read_metrics
 from toolkit.report.rewards import reward_text
 from toolkit.report.scores import vector_text
 from toolkit.report.teacher import teacher_text
+from toolkit.train.checkpoints.storage import is_gone, unwritable
 from toolkit.train.energy import EnergyMeter, energy_meter
-from toolkit.train.evaluate import evaluate
-from toolkit.train.finite import check_weights
+from toolkit.train.evaluation.evaluate import evaluate
+from toolkit.train.evaluation.row_losses import RowLosses
+from toolkit.train.evaluation.untrained import evaluate_untrained
+from toolkit.train.health.finite import check_weights
+from toolkit.train.health.stragglers import found, waiting
 from toolkit.train.process import ONE_SIGNAL_SECONDS, peak_host_bytes, stop_signals
-from toolkit.train.rollouts import drop_answers
-from toolkit.train.row_losses import RowLosses
 from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
-from toolkit.train.storage import is_gone, unwritable
-from toolkit.train.stragglers import found, waiting
 from toolkit.train.time_left import TimeLeft
-from toolkit.train.untrained import evaluate_untrained
+from toolkit.train.trainers.rollouts import drop_answers
 
 _log = logging.getLogger("toolkit.train")
 

@@ -16,8 +16,8 @@ from toolkit.models.load import ModelSource
 from toolkit.recipe.adapter import start_from
 from toolkit.recipe.sections import MOVES_BASE
 from toolkit.report.load import read_metrics
+from toolkit.train.checkpoints.save import as_saved
 from toolkit.train.run_folder import RunFolder
-from toolkit.train.save import as_saved
 from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
 

@@ -32,14 +32,14 @@ from toolkit.recipe import Loaded
 from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress
 from toolkit.train import agreed
-from toolkit.train.classes import require_entities
-from toolkit.train.objectives import head_of, trainer_class
 from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.run_folder import RunFolder
-from toolkit.train.served_answers import connect
 from toolkit.train.session import Decided
 from toolkit.train.slow_disk import open_folder
 from toolkit.train.startup import StartUp
+from toolkit.train.trainers.classes import require_entities
+from toolkit.train.trainers.objectives import head_of, trainer_class
+from toolkit.train.trainers.served_answers import connect
 from toolkit.train.verify import require_isolation
 
 _log = logging.getLogger("toolkit.train")

@@ -21,9 +21,9 @@ from toolkit.models import compiled_layers, coverage, device, liger_kernels
 from toolkit.models.parts import sizes as parts
 from toolkit.models.shared_rows import sizes
 from toolkit.models.tiled_mlp import tiles_of
-from toolkit.train.distillation import DistillationTrainer, state_of
 from toolkit.train.optimizer import inner_optimizer, moments_of, not_updated, updated_by
-from toolkit.train.trainer import CausalTrainer
+from toolkit.train.trainers.distillation import DistillationTrainer, state_of
+from toolkit.train.trainers.trainer import CausalTrainer
 
 
 def read(trainer: Any) -> EngineState:

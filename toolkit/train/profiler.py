@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from toolkit.common import seconds_text, table
 from toolkit.report.load import WARM_UP_STEPS
 from toolkit.train.session import Session
-from toolkit.train.trainer import WAITING
+from toolkit.train.trainers.trainer import WAITING
 
 FILE = "profile.json.gz"
 _MOST = 24

@@ -37,12 +37,12 @@ from toolkit.recipe.teaching import of_teacher
 from toolkit.report.load import read_manifest
 from toolkit.report.manifest import Manifest
 from toolkit.seal import damage
-from toolkit.train import checkpoint
+from toolkit.train.checkpoints import checkpoint
+from toolkit.train.checkpoints.fast_folder import take_left
+from toolkit.train.checkpoints.left_parts import LeftParts
+from toolkit.train.checkpoints.sealing import Take, aside, complete_left, is_left
 from toolkit.train.continued import ALSO_CHANGED, MANIFEST, RESERVED, used
-from toolkit.train.fast_folder import take_left
 from toolkit.train.identity import differences_of, recipe_hash
-from toolkit.train.left_parts import LeftParts
-from toolkit.train.sealing import Take, aside, complete_left, is_left
 
 _PACKAGES = (
     *("accelerate-toolkit", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "bitsandbytes"),

@@ -28,10 +28,10 @@ from toolkit.common import UserError, in_background
 from toolkit.files import UNANSWERED
 from toolkit.report.manifest import Published
 from toolkit.seal import fault
-from toolkit.train import snapshots
+from toolkit.train.checkpoints import snapshots
+from toolkit.train.checkpoints.staging import MOST_FAILURES
+from toolkit.train.checkpoints.storage import unanswered, unwritable
 from toolkit.train.session import Session
-from toolkit.train.staging import MOST_FAILURES
-from toolkit.train.storage import unanswered, unwritable
 
 _log = logging.getLogger("toolkit.train")
 

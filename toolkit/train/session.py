@@ -17,7 +17,7 @@ from toolkit.models.pipeline import Split
 from toolkit.models.reach import Reach
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.terminal import Progress
-from toolkit.train.fast_folder import FastFolder
+from toolkit.train.checkpoints.fast_folder import FastFolder
 from toolkit.train.plan_guard import PlanGuard
 from toolkit.train.run_folder import RunFolder
 from toolkit.train.startup import StartUp

@@ -33,34 +33,35 @@ from toolkit.recipe.problem import warn
 from toolkit.recipe.rules import warnings_of_length
 from toolkit.recipe.sections import EVA_ROWS
 from toolkit.report.terminal import Progress
-from toolkit.train import agreed, checkpoint, optimizer, preflight
+from toolkit.train import agreed, optimizer, preflight
 from toolkit.train.arguments import build_arguments
-from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.batching import collator, micro_batches, score_parts
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
+from toolkit.train.checkpoints import checkpoint
+from toolkit.train.checkpoints.staging import Saves
+from toolkit.train.checkpoints.unpickling import EndOfReading
 from toolkit.train.completion import Completion
 from toolkit.train.decide import decide
+from toolkit.train.evaluation.generation import reads_once
+from toolkit.train.evaluation.samples import Samples
 from toolkit.train.expert_load import ExpertLoad
-from toolkit.train.finite import Finite, Overflows
-from toolkit.train.generation import reads_once
-from toolkit.train.late_rows import TellLate
+from toolkit.train.health.batch_guard import BatchGuard
+from toolkit.train.health.finite import Finite, Overflows
+from toolkit.train.health.stragglers import Pace
+from toolkit.train.health.watchdog import Watchdog
 from toolkit.train.model import TrainedModel, load_model
-from toolkit.train.objectives import settings_of, with_numbers
 from toolkit.train.profiler import Profiler
-from toolkit.train.reference import Reference
 from toolkit.train.rehearsal import Rehearsal
-from toolkit.train.rollouts import Asker
 from toolkit.train.run_folder import RunFolder, hash_files, stages
-from toolkit.train.samples import Samples
 from toolkit.train.selection import EarlyStopping, Selection
-from toolkit.train.served_answers import ServedAnswers
 from toolkit.train.session import Decided, Session
-from toolkit.train.staging import Saves
 from toolkit.train.startup import StartUp
-from toolkit.train.stragglers import Pace
-from toolkit.train.unpickling import EndOfReading
+from toolkit.train.trainers.late_rows import TellLate
+from toolkit.train.trainers.objectives import settings_of, with_numbers
+from toolkit.train.trainers.reference import Reference
+from toolkit.train.trainers.rollouts import Asker
+from toolkit.train.trainers.served_answers import ServedAnswers
 from toolkit.train.verify import Verify
-from toolkit.train.watchdog import Watchdog
 
 _log = logging.getLogger("toolkit.train")
 

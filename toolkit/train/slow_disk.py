@@ -22,10 +22,10 @@ from toolkit.planner.hardware.host_memory import host_memory
 from toolkit.planner.plan import Plan
 from toolkit.recipe import Loaded
 from toolkit.recipe.sections import MEMORY
-from toolkit.train.fast_folder import KEY, FastFolder, remove_dead
+from toolkit.train.checkpoints.fast_folder import KEY, FastFolder, remove_dead
+from toolkit.train.checkpoints.sealing import aside
 from toolkit.train.plan_guard import PlanGuard
 from toolkit.train.run_folder import RunFolder
-from toolkit.train.sealing import aside
 
 _PROBE = 2**24
 """Bytes that are written to see how fast a disk is. A checkpoint that is not twice as large is no burden to any."""

@@ -47,22 +47,22 @@ from toolkit.report.terminal import Progress, prompts_before_after
 from toolkit.seal import contents
 from toolkit.train import preflight
 from toolkit.train.callbacks import Meter
-from toolkit.train.checkpoint import conversion, divides_anew, not_changed, step_of
-from toolkit.train.finite import check_weights
+from toolkit.train.checkpoints.checkpoint import conversion, divides_anew, not_changed, step_of
+from toolkit.train.checkpoints.save import as_saved, publish
+from toolkit.train.checkpoints.saved_state import lacks_state
+from toolkit.train.checkpoints.snapshots import put
+from toolkit.train.checkpoints.storage import flush, flush_all, unwritable
+from toolkit.train.checkpoints.unpickling import only_data
+from toolkit.train.health.finite import check_weights
+from toolkit.train.health.watchdog import Watchdog, beat, watching
 from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
 from toolkit.train.run_folder import RunFolder, claim_together, now
-from toolkit.train.save import as_saved, publish
-from toolkit.train.saved_state import lacks_state
 from toolkit.train.selection import Chosen
 from toolkit.train.session import Session
 from toolkit.train.setup import Callbacks, set_up
-from toolkit.train.snapshots import put
 from toolkit.train.startup import StartUp
-from toolkit.train.storage import flush, flush_all, unwritable
 from toolkit.train.torn_libraries import remove_torn
-from toolkit.train.unpickling import only_data
-from toolkit.train.watchdog import Watchdog, beat, watching
 
 _log = logging.getLogger("toolkit.train")
 

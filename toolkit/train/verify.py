@@ -28,11 +28,11 @@ from toolkit.models.pipeline import chain
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import Recipe
 from toolkit.train import leaf_modules
-from toolkit.train.distillation import check_heads
-from toolkit.train.evaluate import evaluating
-from toolkit.train.heads import check_padding
+from toolkit.train.evaluation.evaluate import evaluating
 from toolkit.train.live_state import read, reshard
 from toolkit.train.session import Session
+from toolkit.train.trainers.distillation import check_heads
+from toolkit.train.trainers.heads import check_padding
 
 _log = logging.getLogger("toolkit.train")
 _SCORED = 128
