@@ -32,11 +32,12 @@ from trl import SFTConfig
 
 from toolkit.common import in_a_line
 from toolkit.data.collate import Collator, isolates
-from toolkit.models import attention, attention_kernels, experts
 from toolkit.models.adapted_layers import unadaptable
 from toolkit.models.adapters import keep_unpacked
-from toolkit.models.head_choice import add_output_head, asks_routers, choose
-from toolkit.models.stored_loading import StoredConfig
+from toolkit.models.attention import attention_kernels, backends
+from toolkit.models.output_heads.head_choice import add_output_head, asks_routers, choose
+from toolkit.models.quantization import experts
+from toolkit.models.quantization.stored_loading import StoredConfig
 from toolkit.models.tiny import tiny_model
 from toolkit.models.weight_reads import Reads, kept_whole, reads_of
 from toolkit.output import quiet_libraries
@@ -129,7 +130,7 @@ def plans(kind: str, objective: str = "sft") -> str:
     """
     model = tiny_model(stated(kind, objective), objective)
     config = model.config.to_dict()
-    backend = attention.planned("auto", config, "float32", "cpu", None)
+    backend = backends.planned("auto", config, "float32", "cpu", None)
     layout: Layout = "seq2seq" if objective == "seq2seq" else "padded"
     setting = Setting(
         config, "cuda", objective, {"name": "full", "freeze": []}, "float32", "float32", "bfloat16", backend, layout

@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.common import in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout
-from toolkit.models import attention
+from toolkit.models.attention import backends
 from toolkit.output import quiet_libraries
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.setting import Setting, setting_of
@@ -88,7 +88,7 @@ def _compiles(recipe: Recipe, config: Mapping[str, Any]) -> bool:
 def _backends(recipe: Recipe, config: Mapping[str, Any], device: tuple[str, str | None]) -> set[str]:
     """On a CPU `auto` may take eager attention instead of `sdpa`, where that was measured to be the faster."""
     asked = recipe.model.attention
-    planned = attention.planned(asked, config, dtypes(recipe).compute, *device, headed=recipe.headed)
+    planned = backends.planned(asked, config, dtypes(recipe).compute, *device, headed=recipe.headed)
     eager = device == _CPU and planned == "sdpa" and recipe.activation_checkpointing.mode != "selective"
     return {planned, "eager"} if eager else {planned}
 

@@ -30,7 +30,7 @@ from toolkit.common import UserError
 from toolkit.data.collate import Collator, isolates, mask_of
 from toolkit.data.part_batches import PartCollator
 from toolkit.data.rows import IGNORE
-from toolkit.models import attention_kernels
+from toolkit.models.attention import attention_kernels
 from toolkit.train import batching
 
 SIZE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

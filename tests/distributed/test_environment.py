@@ -179,7 +179,7 @@ def test_segments_of_cudas_memory_grow_unless_the_user_says_otherwise() -> None:
 _SECOND_LAYER = """
 import itertools
 import torch
-from toolkit.models.document_attention import document_attention
+from toolkit.models.attention.document_attention import document_attention
 
 ends = torch.tensor([0, *itertools.accumulate(range(40, 72))], dtype=torch.int32)
 heads = [torch.randn(each, int(ends[-1]), 64, dtype=torch.bfloat16, requires_grad=True) for each in (9, 3, 3)]

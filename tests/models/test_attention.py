@@ -28,10 +28,11 @@ from transformers.integrations import sdpa_attention
 from toolkit.common import UserError
 from toolkit.data.collate import Collator
 from toolkit.distributed.engines import dtypes
-from toolkit.models import attention, attention_kernels, device, varlen
-from toolkit.models.document_attention import document_attention
+from toolkit.models import device
+from toolkit.models.attention import attention_kernels, backends, varlen
+from toolkit.models.attention.document_attention import document_attention
 from toolkit.models.load import ModelSource
-from toolkit.models.output_head import OutputHead
+from toolkit.models.output_heads.output_head import OutputHead
 from toolkit.models.tiny import tiny_model as tiny_copy
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
@@ -136,7 +137,7 @@ def test_auto_takes_what_a_models_own_code_computes_right(
     expected, _ = loss_and_gradients(set_up("model.path=llama", "model.attention=eager", *overrides))
 
     training = set_up(f"model.path={name}", "model.trust_remote_code=true", *overrides)
-    if packing == "true" or training.attention in attention.VARLEN:
+    if packing == "true" or training.attention in backends.VARLEN:
         check_isolation(training)
 
     assert training.trainer.model.config._attn_implementation == training.attention == runs
@@ -147,30 +148,30 @@ def test_auto_takes_what_a_models_own_code_computes_right(
 def test_capped_logits_are_never_dropped_in_silence() -> None:
     for backend in ("sdpa", "torch_varlen"):
         with pytest.raises(UserError, match="eager"):
-            attention.resolve(backend, GEMMA2, "bfloat16", attention_kernels.available())
-    assert attention.resolve("auto", GEMMA2, "float32", attention_kernels.available()) == "eager"
+            backends.resolve(backend, GEMMA2, "bfloat16", attention_kernels.available())
+    assert backends.resolve("auto", GEMMA2, "float32", attention_kernels.available()) == "eager"
     training = set_up("model.path=gemma", "evaluation.num_prompts=1")
     assert training.trainer.model.config._attn_implementation == "eager"
-    assert attention.with_mask(GEMMA2) == "eager"
+    assert backends.with_mask(GEMMA2) == "eager"
 
 
 def test_auto_picks_what_runs_here() -> None:
     expected = "torch_varlen" if attention_kernels.available()["torch_varlen"] == "ok" else "sdpa"
-    assert attention.resolve("auto", LLAMA, "bfloat16", attention_kernels.available()) == expected
+    assert backends.resolve("auto", LLAMA, "bfloat16", attention_kernels.available()) == expected
     in_fp32 = attention_kernels.available("float32")
     for config in (LLAMA, {}):
         expected = "torch_varlen" if device.kind() == "cpu" else "sdpa"
-        assert attention.resolve("auto", config, "float32", in_fp32) == expected
+        assert backends.resolve("auto", config, "float32", in_fp32) == expected
 
 
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_every_backend_is_taken_or_refused_with_what_can_run(backend: str) -> None:
     reason = "ok" if backend == "auto" else attention_kernels.available()[backend]
     if reason == "ok":
-        assert attention.resolve(backend, LLAMA, "bfloat16", attention_kernels.available()) in attention.IMPLEMENTATIONS
+        assert backends.resolve(backend, LLAMA, "bfloat16", attention_kernels.available()) in backends.IMPLEMENTATIONS
         return
     with pytest.raises(UserError) as caught:
-        attention.resolve(backend, LLAMA, "bfloat16", attention_kernels.available())
+        backends.resolve(backend, LLAMA, "bfloat16", attention_kernels.available())
     assert reason in str(caught.value) and "sdpa" in str(caught.value)
 
 
@@ -188,7 +189,7 @@ def test_every_backend_is_taken_or_refused_with_what_can_run(backend: str) -> No
     ],
 )
 def test_models_that_the_variable_length_kernel_would_get_wrong(config: dict[str, Any], word: str) -> None:
-    assert word in attention.unfit("torch_varlen", config, "bfloat16")
+    assert word in backends.unfit("torch_varlen", config, "bfloat16")
 
 
 @pytest.mark.parametrize("alibi", [True, False])
@@ -207,8 +208,8 @@ def test_eager_attention_is_refused_where_it_adds_alibi_twice(alibi: bool) -> No
             logits.append([model(input_ids=row, use_cache=False).logits for row in rows])
     short, long = (torch.allclose(*each, atol=1e-5) for each in zip(*logits, strict=True))
     assert short and long is not alibi
-    assert bool(attention.unfit("eager", config.to_dict(), "float32")) is alibi
-    assert not attention.unfit("sdpa", config.to_dict(), "float32")
+    assert bool(backends.unfit("eager", config.to_dict(), "float32")) is alibi
+    assert not backends.unfit("sdpa", config.to_dict(), "float32")
 
 
 def test_backends_that_transformers_lacks_are_known_without_it() -> None:
@@ -231,18 +232,18 @@ def test_backends_that_transformers_lacks_are_known_without_it() -> None:
     flex = {name for name in no_sdpa & decoders.keys() if kind(decoders[name])._supports_flex_attn}
     sources = {name: inspect.getsource(inspect.getmodule(kind(decoders[name]))) for name in no_sdpa & decoders.keys()}
     sinks = {name for name, source in sources.items() if "s_aux=" in source}
-    assert flex == attention._FLEX_INSTEAD
-    assert sinks == {name for name in decoders if "sinks" in attention.unfit("torch_varlen", {"model_type": name}, "")}
+    assert flex == backends._FLEX_INSTEAD
+    assert sinks == {name for name in decoders if "sinks" in backends.unfit("torch_varlen", {"model_type": name}, "")}
     assert {
-        name for name in [*decoders, *others, *encoders] if attention.unfit("sdpa", {"model_type": name}, "float32")
+        name for name in [*decoders, *others, *encoders] if backends.unfit("sdpa", {"model_type": name}, "float32")
     } == no_sdpa
     assert {
-        name for name in decoders if "begin" in attention.unfit("torch_varlen", {"model_type": name}, "bfloat16")
+        name for name in decoders if "begin" in backends.unfit("torch_varlen", {"model_type": name}, "bfloat16")
     } == (own - sinks)
     bloom = {"model_type": "bloom", "hidden_size": 64, "n_head": 4}
     assert (
-        attention.planned("auto", bloom, "bfloat16", "cuda", "9.0")
-        == attention.resolve("auto", bloom, "bfloat16", attention_kernels.available())
+        backends.planned("auto", bloom, "bfloat16", "cuda", "9.0")
+        == backends.resolve("auto", bloom, "bfloat16", attention_kernels.available())
         == "eager"
     )
 
@@ -304,16 +305,16 @@ def parts(ids: list[int], lengths: list[int]) -> Iterator[list[int]]:
         yield ids[begin:end]
 
 
-@pytest.mark.parametrize("kind", sorted(set(models_doc.CAUSAL) - attention._NO_BOUNDARIES))
+@pytest.mark.parametrize("kind", sorted(set(models_doc.CAUSAL) - backends._NO_BOUNDARIES))
 def test_every_architecture_that_gets_boundaries_keeps_documents_apart(kind: str) -> None:
     attention_kernels.register()
-    listed = kind in attention._OTHER_LAYERS | attention._READS_MASKS | attention.OTHER_POSITIONS
+    listed = kind in backends._OTHER_LAYERS | backends._READS_MASKS | backends.OTHER_POSITIONS
     try:
         config = models_doc.stated(kind, "sft")
-        for key in attention._ATTENTION_DROPOUT:
+        for key in backends._ATTENTION_DROPOUT:
             if getattr(config, key, None):
                 setattr(config, key, 0.0)
-        reason = attention.unfit("torch_varlen", config.to_dict(), "float32")
+        reason = backends.unfit("torch_varlen", config.to_dict(), "float32")
         model = tiny_copy(config, "sft") if listed or not reason else None
     except Exception as error:  # A model's own code may raise anything for sizes that do not fit together.
         pytest.skip(f"not built: {error}")
@@ -561,7 +562,7 @@ def test_blocks_of_flex_attention_fit_into_the_shared_memory_of_the_card(
         width, (rows, columns) = 2 * size, (forward["BLOCK_M"], forward["BLOCK_N"])
         held = width * (rows + (forward["num_stages"] - 1) * 2 * columns) + 2 * rows * columns
         assert held < 99 * 1024 and {backward[f"BLOCK_{each}"] for each in ("M1", "N1", "M2", "N2")} == {32}
-        assert attention.FLEX_BLOCK % columns == attention.FLEX_BLOCK % rows == 0
+        assert backends.FLEX_BLOCK % columns == backends.FLEX_BLOCK % rows == 0
 
 
 @pytest.mark.parametrize(
@@ -607,5 +608,5 @@ def test_answers_do_not_depend_on_the_backend_of_training(monkeypatch: pytest.Mo
     for backend in ("sdpa", "torch_varlen"):
         model = ModelSource.open(recipe).load(dtypes(recipe), backend)
         answers.append(answer(model, tokenizer, prompts, 6, frozenset()))
-        assert model.config._attn_implementation == attention.IMPLEMENTATIONS[backend]
+        assert model.config._attn_implementation == backends.IMPLEMENTATIONS[backend]
     assert answers[0] == answers[1]

@@ -10,7 +10,7 @@ import torch
 from transformers.models.mixtral import modeling_mixtral
 
 from toolkit.models import balance
-from toolkit.models.output_head import HeadChoice
+from toolkit.models.output_heads.output_head import HeadChoice
 from toolkit.train.trainers import objectives
 
 place = small.place_with("moe")

@@ -24,8 +24,8 @@ from toolkit.distributed.engine_state import EngineState
 from toolkit.distributed.layout import World
 from toolkit.models import compiled_layers, dropout
 from toolkit.models.compiled_layers import CompiledLayers, compiled
-from toolkit.models.head_choice import asks_routers
-from toolkit.models.stored import StoredLinear, stored_as
+from toolkit.models.output_heads.head_choice import asks_routers
+from toolkit.models.quantization.stored import StoredLinear, stored_as
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import compilation
 from toolkit.recipe.rules import load_checked

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit.data.collate import Collator
 from toolkit.data.part_batches import PartCollator
-from toolkit.models import context_parallel, shared_rows
-from toolkit.models.attention_kernels import varlen_attention
+from toolkit.models.attention.attention_kernels import varlen_attention
+from toolkit.models.parallel import context_parallel, shared_rows
 
 DOCUMENTS = [5, 1, 20, 3]
 

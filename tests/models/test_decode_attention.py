@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from toolkit.models.decode_attention import decode_attention
+from toolkit.models.attention.decode_attention import decode_attention
 
 SEQUENCES, TOKENS, SIZE = 3, 7, 8
 

@@ -13,7 +13,8 @@ from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_device, without_bf16
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import World
-from toolkit.models import attention, attention_kernels, device
+from toolkit.models import device
+from toolkit.models.attention import attention_kernels, backends
 from toolkit.planner.hardware import find
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import check, load_checked
@@ -154,13 +155,13 @@ def test_a_plan_refuses_attention_that_cannot_run(gpu: str) -> None:
         ("flash_attention_2", gpu in VARLEN or gpu.startswith("mi")),
     ):
         if runs:
-            assert attention.planned(backend, llama, "float16", planned.kind, planned.capability) == backend
+            assert backends.planned(backend, llama, "float16", planned.kind, planned.capability) == backend
             continue
         with pytest.raises(UserError, match=r"set model\.attention=auto or one of: eager, sdpa") as refused:
-            attention.planned(backend, llama, "float16", planned.kind, planned.capability)
+            backends.planned(backend, llama, "float16", planned.kind, planned.capability)
         reason = attention_kernels.available()[backend]
         assert backend != "torch_varlen" or reason in refused.value.what
-    assert attention.planned("torch_varlen", llama, "float16", "cuda", None) == "torch_varlen"
+    assert backends.planned("torch_varlen", llama, "float16", "cuda", None) == "torch_varlen"
 
 
 def test_attention_follows_the_generation_of_nvidia_alone(gpu: str) -> None:
@@ -174,10 +175,10 @@ def test_a_plan_takes_the_attention_that_a_run_takes(gpu: str, model: str, monke
     """Without flash-attn, which a plan cannot know of."""
     monkeypatch.setattr(attention_kernels, "_imports", lambda module: False)
     config = model_configs.bundled()[model].config
-    backend = attention.resolve("auto", config, "bfloat16", attention_kernels.available())
+    backend = backends.resolve("auto", config, "bfloat16", attention_kernels.available())
     if gpu in ("t4", "h100", "mi300x", "cpu"):
         planned = find(gpu).device
-        assert backend == attention.planned("auto", config, "bfloat16", planned.kind, planned.capability)
+        assert backend == backends.planned("auto", config, "bfloat16", planned.kind, planned.capability)
     usual = "torch_varlen" if gpu in VARLEN or gpu == "cpu" else "sdpa"
     capped = "flex" if gpu in VARLEN or gpu.startswith("mi") else "eager"
     assert backend == (capped if "gemma" in model else usual)

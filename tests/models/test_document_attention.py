@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from toolkit.models.document_attention import document_attention
+from toolkit.models.attention.document_attention import document_attention
 
 LENGTHS = (1, 127, 128, 129, 300, 2)
 """Of documents, around the blocks that are computed at a time."""

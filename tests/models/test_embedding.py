@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from toolkit.common import UserError
-from toolkit.models.embedding import losses_and_gradient, pooled, ranks
+from toolkit.models.losses.embedding import losses_and_gradient, pooled, ranks
 from toolkit.models.sentence_files import pooling_of
 from toolkit.recipe import Recipe
 from toolkit.recipe.embedding import Embedding

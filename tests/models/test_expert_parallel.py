@@ -14,8 +14,8 @@ from tiny import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.common import UserError
-from toolkit.models import expert_parallel, parts
-from toolkit.models.expert_parallel import divide_experts, part_of_experts
+from toolkit.models.parallel import expert_parallel, parts
+from toolkit.models.parallel.expert_parallel import divide_experts, part_of_experts
 from toolkit.train.evaluation.evaluate import answer
 
 _SIZES = {

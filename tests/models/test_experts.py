@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit.distributed.engines import dtypes
 from toolkit.models.adapters import add_method
 from toolkit.models.coverage import parameter_counts, require_quantized
-from toolkit.models.experts import autocast_grouped_products
 from toolkit.models.load import ModelSource
+from toolkit.models.quantization.experts import autocast_grouped_products
 from toolkit.recipe.rules import load_checked
 
 

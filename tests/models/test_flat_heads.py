@@ -17,10 +17,10 @@ from transformers.models.auto.modeling_auto import (
 from toolkit.data.collate import Collator
 from toolkit.data.head_batches import HeadCollator, apart, texts_of, tokens_of
 from toolkit.data.rows import IGNORE
-from toolkit.models import attention
-from toolkit.models.attention_kernels import register
-from toolkit.models.embedding import pooled, pooled_flat
+from toolkit.models.attention import backends
+from toolkit.models.attention.attention_kernels import register
 from toolkit.models.heads import read_at, with_labels
+from toolkit.models.losses.embedding import pooled, pooled_flat
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe.model_configs import _SCORED_FLAT, scored_flat
 
@@ -41,13 +41,13 @@ CASES = [
 
 def model_of(kind: str, objective: str) -> Any:
     config = stated(kind, "sft")
-    for name in attention._ATTENTION_DROPOUT:
+    for name in backends._ATTENTION_DROPOUT:
         if getattr(config, name, None):
             setattr(config, name, 0.0)
     if objective != "embedding":
         labels = ["reward"] if objective == "reward" else ["a", "b", "c"]
         config = with_labels(config, labels, PAD, objective != "token_classification")
-    assert scored_flat(config.to_dict()) and not attention.unfit("torch_varlen", config.to_dict(), "float32")
+    assert scored_flat(config.to_dict()) and not backends.unfit("torch_varlen", config.to_dict(), "float32")
     model = tiny_model(config, objective)
     model.config.get_text_config().use_cache = False
     return model
@@ -122,7 +122,7 @@ def test_words_are_told_apart_text_by_text() -> None:
 @pytest.mark.parametrize("changes", [{"use_bidirectional_attention": True}, {"is_causal": False}, {"auto_map": {}}])
 def test_models_that_look_both_ways_read_padded_rows(changes: dict[str, Any]) -> None:
     config = stated("qwen3", "sft").to_dict()
-    available = dict.fromkeys(attention.IMPLEMENTATIONS, "ok")
-    assert attention.resolve("auto", config, "bfloat16", available, headed=True) == "torch_varlen"
-    assert attention.resolve("auto", config | changes, "bfloat16", available, headed=True) == "sdpa"
-    assert attention.resolve("auto", config | changes, "bfloat16", available) == "torch_varlen"
+    available = dict.fromkeys(backends.IMPLEMENTATIONS, "ok")
+    assert backends.resolve("auto", config, "bfloat16", available, headed=True) == "torch_varlen"
+    assert backends.resolve("auto", config | changes, "bfloat16", available, headed=True) == "sdpa"
+    assert backends.resolve("auto", config | changes, "bfloat16", available) == "torch_varlen"

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from toolkit.common import UserError
-from toolkit.models import fp8
-from toolkit.models.stored import StoredLinear, stored_as
+from toolkit.models.quantization import fp8
+from toolkit.models.quantization.stored import StoredLinear, stored_as
 
 
 def restored(weight: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.common import UserError
 from toolkit.models.compiled_layers import CompiledLayers
-from toolkit.models.fp8_products import Fp8Products, multiply_in_fp8
+from toolkit.models.quantization.fp8_products import Fp8Products, multiply_in_fp8
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import model_configs
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from trl.trainer import utils as trl_utils
 
 from toolkit.data.encode import IGNORE
-from toolkit.models import fused_head, head_chunk
-from toolkit.models.head_chunk import ON_CPU
+from toolkit.models.output_heads import fused_head, head_chunk
+from toolkit.models.output_heads.head_chunk import ON_CPU
 from toolkit.planner.trace.types import CHUNK
 
 VOCABULARY, HIDDEN = 300, 16

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from toolkit.common import UserError
-from toolkit.models import int4
+from toolkit.models.quantization import int4
 
 
 def restored(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -19,9 +19,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from toolkit.cli.main import main as cli
 from toolkit.distributed.engines import dtypes
-from toolkit.models import packed_int4
 from toolkit.models.load import ModelSource
 from toolkit.models.low_bit_files import restoring
+from toolkit.models.quantization import packed_int4
 from toolkit.recipe.rules import load_checked
 from toolkit.train.main import main
 

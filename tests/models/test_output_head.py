@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from toolkit.models.head_choice import choose
-from toolkit.models.output_head import HeadChoice
+from toolkit.models.output_heads.head_choice import choose
+from toolkit.models.output_heads.output_head import HeadChoice
 from toolkit.models.tiny import tiny_model
 
 KNOWN = {

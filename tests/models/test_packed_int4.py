@@ -13,7 +13,7 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from toolkit.common import UserError
-from toolkit.models import packed_int4
+from toolkit.models.quantization import packed_int4
 
 
 def lost(weight: torch.Tensor, scales: torch.Tensor, group: int) -> float:

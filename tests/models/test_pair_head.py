@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.data.collate import Collator
-from toolkit.models import head_chunk
-from toolkit.models.head_choice import add_output_head, choose
-from toolkit.models.output_head import HeadChoice
+from toolkit.models.output_heads import head_chunk
+from toolkit.models.output_heads.head_choice import add_output_head, choose
+from toolkit.models.output_heads.output_head import HeadChoice
 from toolkit.models.tiny import tiny_model
 
 TARGETS = ([7, 9, 1], [8, 6, 11, 12, 13, 14, 15, 16, 1])

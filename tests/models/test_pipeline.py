@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.common import UserError
-from toolkit.models.pipeline import Chain, Elsewhere, Split, chain_processes, elsewhere
+from toolkit.models.parallel.pipeline import Chain, Elsewhere, Split, chain_processes, elsewhere
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.models.policy import advantages, divisor, policy_losses, server_weights
+from toolkit.models.losses.policy import advantages, divisor, policy_losses, server_weights
 from toolkit.recipe.reinforcement import Policy
 
 REWARDS = [[1.0, 0.0, 2.0, 0.5], [0.25, 0.25, 0.25, 0.25]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.models.preference import judged_losses, pair_losses
+from toolkit.models.losses.preference import judged_losses, pair_losses
 from toolkit.recipe.preference import PAIRED, REWARD, Preference
 
 CHOSEN, REJECTED = [-31.0, -12.5, -70.25, -4.0], [-30.0, -15.5, -55.5, -40.0]

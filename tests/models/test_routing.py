@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from toolkit.models import pipeline
+from toolkit.models.parallel import pipeline
 from toolkit.models.routing import Load, Routing
 
 

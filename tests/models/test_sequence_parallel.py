@@ -11,8 +11,8 @@ import torch.distributed as dist
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from toolkit.common import UserError
-from toolkit.models import sequence_parallel, shared_rows
-from toolkit.models.attention_kernels import register, varlen_attention
+from toolkit.models.attention.attention_kernels import register, varlen_attention
+from toolkit.models.parallel import sequence_parallel, shared_rows
 
 
 @pytest.fixture

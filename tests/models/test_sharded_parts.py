@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.common import UserError
-from toolkit.models import layer_sums, sharded_parts, tensor_parallel
+from toolkit.models.parallel import layer_sums, sharded_parts, tensor_parallel
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.models.compiled_layers import CompiledLayers
-from toolkit.models.stored import FORMS, StoredLinear, StoredWeight, stored_as, stored_empty
+from toolkit.models.quantization.stored import FORMS, StoredLinear, StoredWeight, stored_as, stored_empty
 from toolkit.planner.memory.states import stored_bytes
 from toolkit.planner.trace.types import Tensors
 

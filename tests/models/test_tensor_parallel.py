@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.common import UserError
-from toolkit.models import layer_sums, tensor_parallel
-from toolkit.models.output_head import HeadChoice, OutputHead
+from toolkit.models.output_heads.output_head import HeadChoice, OutputHead
+from toolkit.models.parallel import layer_sums, tensor_parallel
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -21,8 +21,9 @@ from harness import SUPPORT
 from transformers import AutoConfig
 
 from toolkit.distributed.layout import World, batch_layout
-from toolkit.models import device, varlen, varlen_trials
-from toolkit.models.varlen_trials import Documents, Trial
+from toolkit.models import device
+from toolkit.models.attention import varlen, varlen_trials
+from toolkit.models.attention.varlen_trials import Documents, Trial
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
 from toolkit.train import agreed

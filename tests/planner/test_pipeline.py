@@ -12,7 +12,7 @@ import torch
 
 from recipes import recipe_of
 from toolkit.distributed.layout import batch_layout
-from toolkit.models.stage import SCHEDULES
+from toolkit.models.parallel.stage import SCHEDULES
 from toolkit.planner.hardware import find
 from toolkit.planner.pipeline import bubble, hops, of_process, part, place_of, processes, units
 from toolkit.planner.speed.stages import stage_layers

@@ -27,14 +27,14 @@ from trl.trainer import utils as trl_utils
 
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
-from toolkit.models import fused_head, head_chunk
 from toolkit.models.adapters import add_method
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.dropout import dropout
-from toolkit.models.fp8_products import multiply_in_fp8
-from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
-from toolkit.models.output_head import HeadChoice
+from toolkit.models.output_heads import fused_head, head_chunk
+from toolkit.models.output_heads.head_choice import choose
+from toolkit.models.output_heads.output_head import HeadChoice
+from toolkit.models.quantization.fp8_products import multiply_in_fp8
 from toolkit.models.tiny import shrink as shrunk
 from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace import fake_kernels, fit, passes, store
@@ -534,7 +534,7 @@ def test_a_trace_survives_being_written_and_its_setting_being_traced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "kept"), [(None, True), ("planner/trace/fit.py", False), ("models/pair_head.py", False)]
+    ("changed", "kept"), [(None, True), ("planner/trace/fit.py", False), ("models/output_heads/pair_head.py", False)]
 )
 def test_what_another_version_of_the_code_has_kept_is_traced_anew(
     changed: str | None, kept: bool, tmp_path: Path, monkeypatch: Any

@@ -85,7 +85,7 @@ def quantized(kind: str, **adapter: Any) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from toolkit.models.stored_loading import StoredConfig
+    from toolkit.models.quantization.stored_loading import StoredConfig
 
     storage = adapter.pop("storage", None)
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": storage}

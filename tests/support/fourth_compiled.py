@@ -36,7 +36,7 @@ def environment(capability: str) -> dict[str, str]:
 
 def shapes(heads: int, shared: int, size: int, window: int) -> list[list[int]]:
     """Of results, sums and gradients."""
-    from toolkit.models import varlen
+    from toolkit.models.attention import varlen
 
     with FakeTensorMode():
         query, key, value = (

@@ -142,8 +142,8 @@ def outcome(method: dict[str, Any], scaling: str, elementwise: bool) -> dict[str
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from transformers import LlamaConfig
 
-    from toolkit.models import fp8, fp8_products
     from toolkit.models.compiled_layers import CompiledLayers
+    from toolkit.models.quantization import fp8, fp8_products
     from toolkit.planner.trace import shallow
     from toolkit.planner.trace.setting import Setting
 
@@ -249,7 +249,7 @@ if __name__ == "__main__":
 
     import peft  # noqa: F401
 
-    from toolkit.models import attention_kernels
+    from toolkit.models.attention import attention_kernels
     from toolkit.planner.trace import fake_kernels  # noqa: F401
 
     attention_kernels.register()

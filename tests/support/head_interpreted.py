@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional as F
 from trl.kernels import chunked_logprob
 
-from toolkit.models import fused_head
-from toolkit.models.fused_head import _LogProbs, _Rest
+from toolkit.models.output_heads import fused_head
+from toolkit.models.output_heads.fused_head import _LogProbs, _Rest
 
 TOKENS, WORDS, WIDTH = 37, 1500, 16
 CASES = {

@@ -301,7 +301,7 @@ class Places:
 
 def trained(name: str, command: list[str], waits: Places) -> dict[str, Any]:
     """A training by its command line, in this process; one called as a package of FlashAttention has it installed."""
-    from toolkit.models import varlen
+    from toolkit.models.attention import varlen
     from toolkit.train.main import main
 
     varlen.installed = lambda: [name] if name in varlen.PACKAGES else []
@@ -313,14 +313,14 @@ def trained(name: str, command: list[str], waits: Places) -> dict[str, Any]:
 
 def tried(*args: Any) -> Any:
     """Tries a package in this process, and takes it for faster if it is right."""
-    from toolkit.models import varlen_trials
+    from toolkit.models.attention import varlen_trials
 
     found = varlen_trials.trial(*args)
     return found if found.fault else dataclasses.replace(found, own=2 * found.seconds, first=0.0)
 
 
 if __name__ == "__main__":
-    from toolkit.models import varlen_trials
+    from toolkit.models.attention import varlen_trials
     from toolkit.planner.trace import fit, store
     from toolkit.planner.trace.__main__ import answer
 

@@ -37,7 +37,7 @@ def on_drive(base: nn.Module) -> str:
 
 def zero_stored_nvme(form: str) -> str:
     """The same for a weight in fp8 or int4."""
-    from toolkit.models.stored import StoredLinear, stored_as
+    from toolkit.models.quantization.stored import StoredLinear, stored_as
 
     plain = nn.Linear(2048, 2048, bias=False)
     base = StoredLinear(plain, form)

@@ -102,7 +102,7 @@ def dequantized(model: Any) -> Any:
     from torch.nn.utils import parametrize
     from transformers.pytorch_utils import Conv1D
 
-    from toolkit.models.stored import StoredLinear
+    from toolkit.models.quantization.stored import StoredLinear
 
     in_bytes = [(name, each) for name, each in model.named_modules() if isinstance(each, StoredLinear)]
     for name, layer in in_bytes:

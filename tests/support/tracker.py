@@ -165,7 +165,7 @@ def phases(tracker: Tracker) -> Iterator[None]:
     from transformers import Trainer
 
     from toolkit.models.load import ModelSource
-    from toolkit.models.stage import Stage
+    from toolkit.models.parallel.stage import Stage
     from toolkit.train import train
     from toolkit.train.evaluation import evaluate
     from toolkit.train.trainers import heads, pipelined, trainer

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from toolkit.cli.main import main as cli
 from toolkit.data.prepare import prepare
-from toolkit.models.embedding import pooled
+from toolkit.models.losses.embedding import pooled
 from toolkit.recipe.rules import load_checked
 from toolkit.train.finished.export import load_trained, opened
 

@@ -20,7 +20,7 @@ from transformers import LlamaModel
 
 from toolkit.cli.evaluate import Questions, evaluate
 from toolkit.common import UserError
-from toolkit.models import varlen
+from toolkit.models.attention import varlen
 from toolkit.report.load import read_run
 from toolkit.train.finished.chat import chat
 from toolkit.train.finished.export import answer_prompts, load_trained, opened

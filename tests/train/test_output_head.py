@@ -17,14 +17,14 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from toolkit.data.rows import IGNORE
-from toolkit.models.output_head import HeadChoice
+from toolkit.models.output_heads.output_head import HeadChoice
 from toolkit.train.main import main
 from toolkit.train.trainers import objectives
 
 UNAWARE = """
 import cpu_engines
 import toolkit.train.trainers.objectives as objectives
-from toolkit.models.output_head import HeadChoice
+from toolkit.models.output_heads.output_head import HeadChoice
 
 def main(arguments):
     objectives.choose = lambda config, trust_remote_code, objective: HeadChoice()

@@ -23,8 +23,8 @@ from toolkit.common import UserError
 from toolkit.distributed import rendezvous as rendezvous_module
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, connect
-from toolkit.models import expert_parallel
 from toolkit.models.load import ModelSource
+from toolkit.models.parallel import expert_parallel
 from toolkit.recipe import Recipe
 from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.rules import load_checked

@@ -18,7 +18,7 @@ import small
 from harness import SUPPORT, environment, losses, metrics, write_jsonl
 from tiny import chat_rows, labelled_rows, pair_rows, tagged_rows, tiny_encoder, tiny_model
 
-from toolkit.models import varlen
+from toolkit.models.attention import varlen
 from toolkit.train.main import main
 
 PAIRS = ["data.sources=[preferences.jsonl]", "data.columns={instruction: prompt}"]

@@ -16,7 +16,7 @@ from tiny import chat_rows, tiny_model
 from toolkit.cli.main import main as cli
 from toolkit.data.sample import sampled
 from toolkit.data.shared_prefixes import Row
-from toolkit.models import varlen
+from toolkit.models.attention import varlen
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
 from toolkit.recipe.rules import load_checked

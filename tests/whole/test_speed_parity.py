@@ -18,7 +18,7 @@ import toolkit.train.batching as batching
 import toolkit.train.trainers.objectives as objectives
 import toolkit.train.setup as setup
 from toolkit.data.batches import MicroBatches
-from toolkit.models.output_head import HeadChoice
+from toolkit.models.output_heads.output_head import HeadChoice
 
 class ByNumber(MicroBatches):
     def __iter__(self):

@@ -124,7 +124,7 @@ def _devices() -> dict[str, str]:
 
 
 def _attention() -> dict[str, str]:
-    from toolkit.models import attention_kernels
+    from toolkit.models.attention import attention_kernels
 
     return attention_kernels.available()
 
@@ -156,7 +156,7 @@ def _stored(form: str) -> str:
     """Takes a product of rows through a layer whose weight is stored in fp8 or int4."""
     import torch
 
-    from toolkit.models.stored import StoredLinear, stored_as
+    from toolkit.models.quantization.stored import StoredLinear, stored_as
 
     place = "cuda" if torch.cuda.is_available() else "cpu"
     plain = torch.nn.Linear(256, 256, bias=False, device=place, dtype=torch.bfloat16)

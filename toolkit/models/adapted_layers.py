@@ -60,7 +60,7 @@ def linear_in(model: PreTrainedModel, heads: list[str]) -> dict[str, str]:
 
 
 def _maps_rows(layer: torch.nn.Linear) -> bool:
-    known = ("torch.", "bitsandbytes.", "toolkit.models.stored")
+    known = ("torch.", "bitsandbytes.", "toolkit.models.quantization.stored")
     if type(layer).forward is torch.nn.Linear.forward or type(layer).__module__.startswith(known):
         return True
     twin = copy.copy(layer)

@@ -16,9 +16,9 @@ from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapted_layers import check_adapted, linear_in, linear_modules, unadaptable, wrapped
 from toolkit.models.heads import head_modules
 from toolkit.models.lora_products import add_by_product
+from toolkit.models.quantization.stored import FORMS
+from toolkit.models.quantization.stored_loading import StoredConfig
 from toolkit.models.reach import EVERYWHERE, Reach
-from toolkit.models.stored import FORMS
-from toolkit.models.stored_loading import StoredConfig
 from toolkit.models.tiny import by_itself
 from toolkit.models.weight_reads import kept_whole, reads_of
 from toolkit.recipe import Recipe

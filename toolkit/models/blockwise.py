@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.common import UserError
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32
 from toolkit.models.coverage import is_quantized
-from toolkit.models.stored import Stored
+from toolkit.models.quantization.stored import Stored
 
 
 @dataclass

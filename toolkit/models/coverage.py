@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from toolkit.common import UserError
-from toolkit.models.parts import whole_shape
-from toolkit.models.stored import Stored, StoredLinear
+from toolkit.models.parallel.parts import whole_shape
+from toolkit.models.quantization.stored import Stored, StoredLinear
 from toolkit.recipe import Recipe, model_configs
 
 _TOKEN_ROWS = "trainable_tokens_delta"

@@ -35,11 +35,13 @@ from toolkit.data import hub
 from toolkit.data.chat_template import OF_PROCESSORS, load_chat_template, processor_template
 from toolkit.data.encode import no_embedding
 from toolkit.distributed.engines import Dtypes, loads_on_device
-from toolkit.models import attention_kernels, device, experts, gguf_header, zero3_loading
+from toolkit.models import device, gguf_header, zero3_loading
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config
+from toolkit.models.attention import attention_kernels
 from toolkit.models.blockwise import Weights
 from toolkit.models.heads import auto_class, called, forget_drawn, pin, with_labels
 from toolkit.models.low_bit_files import finish_restoring, restoring, take_form
+from toolkit.models.quantization import experts
 from toolkit.models.reading import read, read_model, require_weights
 from toolkit.models.sentence_files import POOLING, pooling_of
 from toolkit.models.tokenizer_limits import check_growth

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from toolkit.common import in_a_line
 from toolkit.data.collate import Collator, isolates
-from toolkit.models import attention, attention_kernels
+from toolkit.models.attention import attention_kernels, backends
 from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
 from toolkit.models.tiny import tiny_model
@@ -29,7 +29,7 @@ def resolve(source: ModelSource, compute: str, kernels: Mapping[str, str]) -> tu
     """
     recipe, config, refused = source.recipe, source.config.to_dict(), False
     while True:
-        backend = attention.resolve(
+        backend = backends.resolve(
             recipe.model.attention, config, compute, kernels, recipe.parallel.shares_by, recipe.headed
         )
         # What is asked for by name is tried by the run itself, on its device.
@@ -41,7 +41,7 @@ def resolve(source: ModelSource, compute: str, kernels: Mapping[str, str]) -> tu
 
 def with_mask(source: ModelSource) -> str:
     """The backend for generation, see `attention.with_mask`, which the model's own code has, too."""
-    backend = attention.with_mask(source.config.to_dict())
+    backend = backends.with_mask(source.config.to_dict())
     return "eager" if _refusal(source, backend) else backend
 
 
@@ -55,12 +55,12 @@ def _refusal(source: ModelSource, backend: str) -> str:
         tiny_model(source.config, recipe.objective, trust_remote_code=True)
     except Exception:  # Sizes that do not fit together; it is asked itself then.
         return ""
-    flat = backend in attention.VARLEN
+    flat = backend in backends.VARLEN
     # All of these are told the same, and this one runs on CPUs.
     asked = "torch_varlen" if flat else backend
     attention_kernels.prepare(asked, recipe)
     try:
-        model = tiny_model(source.config, recipe.objective, True, attention.IMPLEMENTATIONS[asked])
+        model = tiny_model(source.config, recipe.objective, True, backends.IMPLEMENTATIONS[asked])
         if not flat or isolates(model, _FLAT):
             return ""
     except Exception as error:  # Its own code may raise anything.

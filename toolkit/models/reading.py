@@ -16,8 +16,8 @@ from transformers.utils import CONFIG_NAME, cached_file
 
 from toolkit.common import UserError, first_line, in_a_line, panicked
 from toolkit.models import zero3_loading
-from toolkit.models.embedding import drop_pooler
 from toolkit.models.heads import auto_class, begin_head, belongs_to_head, head_modules
+from toolkit.models.losses.embedding import drop_pooler
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.config_limits import MARKED, has_mark
 from toolkit.recipe.module_names import lacking_weights

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.models import expert_parallel
-from toolkit.models.pipeline import piped, pipeline_group
+from toolkit.models.parallel import expert_parallel
+from toolkit.models.parallel.pipeline import piped, pipeline_group
 
 
 @torch.library.custom_op("toolkit::count_experts", mutates_args=("counts",))

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from toolkit.common import UserError
 from toolkit.files import write_json
-from toolkit.models.embedding import named_poolings
+from toolkit.models.losses.embedding import named_poolings
 from toolkit.recipe import Recipe, model_configs
 
 POOLING = "1_Pooling/config.json"

@@ -20,12 +20,12 @@ from transformers.integrations import deepspeed
 
 from toolkit.common import UserError
 from toolkit.distributed.engines import dtypes, teacher_dtype
-from toolkit.models import attention
+from toolkit.models.attention import backends
 from toolkit.models.coverage import require_quantized
-from toolkit.models.distillation import Logits, logits_of
-from toolkit.models.head_choice import add_output_head, choose
 from toolkit.models.load import ModelSource
-from toolkit.models.output_head import HeadChoice, OutputHead
+from toolkit.models.losses.distillation import Logits, logits_of
+from toolkit.models.output_heads.head_choice import add_output_head, choose
+from toolkit.models.output_heads.output_head import HeadChoice, OutputHead
 from toolkit.models.streamed_layers import stream_layers
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.distillation import Teacher as Keys
@@ -142,13 +142,13 @@ def load_teacher(
     recipe = source.recipe
     types = dtypes(recipe)
     config, computes = source.config.to_dict(), teacher_dtype(recipe)
-    if why := attention.unfit(backend, config, computes):
-        fit = [name for name, ok in available.items() if ok == "ok" and not attention.unfit(name, config, computes)]
+    if why := backends.unfit(backend, config, computes):
+        fit = [name for name, ok in available.items() if ok == "ok" and not backends.unfit(name, config, computes)]
         raise UserError(
             f"{_HERE}.path: the teacher cannot attend as the student does, by {backend}: {why}",
             f"set model.attention to one of: {', '.join(fit)}",
         )
-    if backend in attention.VARLEN and place.type != "cpu" and computes == "float32":
+    if backend in backends.VARLEN and place.type != "cpu" and computes == "float32":
         what = f"{_HERE}.dtype: attention by {backend} computes in 16 bits, and the teacher would in fp32"
         raise UserError(what, f"set {_HERE}.dtype=auto, or model.attention=sdpa")
     with _of_teacher(), _whole():

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.data.statistics import DataStatistics
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout
-from toolkit.models import attention
+from toolkit.models.attention import backends
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.speed.step import DTYPES
 from toolkit.recipe import Recipe
@@ -33,10 +33,10 @@ def backend(
     """
     requested, compute, device = recipe.model.attention, dtypes(recipe).compute, hardware.device
     shares_by = recipe.parallel.shares_by
-    best = attention.planned(requested, config, compute, device.kind, device.capability, shares_by, recipe.headed)
+    best = backends.planned(requested, config, compute, device.kind, device.capability, shares_by, recipe.headed)
     # Selective checkpointing keeps what fused kernels return.
     selective = recipe.activation_checkpointing.mode == "selective"
-    open_to_eager = not selective and not attention.unfit("eager", config, compute)
+    open_to_eager = not selective and not backends.unfit("eager", config, compute)
     if (requested, best) != ("auto", "sdpa") or not (open_to_eager and hardware.attention):
         return best, ""
     layout = batch_layout(recipe, hardware.devices)

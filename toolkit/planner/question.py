@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.common import bytes_text
 from toolkit.data.statistics import DataStatistics
 from toolkit.distributed.layout import BatchLayout, batch_layout
-from toolkit.models import attention
+from toolkit.models.attention import backends
 from toolkit.planner import kernels
 from toolkit.planner.compiled import of_compiled, of_elementwise
 from toolkit.planner.hardware import Hardware
@@ -203,7 +203,7 @@ class Question:
         counted = self._counted(recipe, backend, layout)
         if counted is None:
             return layout.seq_len, layout.seq_len
-        flat = backend in attention.VARLEN
+        flat = backend in backends.VARLEN
         longest = min(layout.seq_len, math.ceil(counted.lengths(flat)[-1]))
         dealt = counted.dealt(layout.global_batch_size, layout.micro_batches, flat, layout.answers)
         per_row = min(longest, math.ceil(dealt.fullest / layout.in_sequences.micro_batch_size))
@@ -214,7 +214,7 @@ class Question:
         counted, size = self.statistics, recipe.evaluation.batch_size or layout.micro_batch_size
         if counted is None:
             return layout.seq_len
-        flat = backend in attention.VARLEN
+        flat = backend in backends.VARLEN
         longest = counted.longest_held_out(flat)
         if recipe.refers:  # The reference is asked of all rows, the longest ones together.
             return math.ceil(max(longest, counted.lengths(flat)[-1]))
@@ -226,7 +226,7 @@ class Question:
         counted, layout = self.statistics, batch_layout(recipe, hardware.devices)
         if counted is None or recipe.data.packing:
             return []
-        flat, size = self._backend(recipe, hardware) in attention.VARLEN, layout.in_sequences
+        flat, size = self._backend(recipe, hardware) in backends.VARLEN, layout.in_sequences
         dealt = counted.dealt(layout.global_batch_size, layout.micro_batches, flat, layout.answers)
         per_row = counted.mean_length / layout.answers if flat else dealt.tokens / size.micro_batch_size
         most = counted.lengths(flat)[-1]

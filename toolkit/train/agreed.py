@@ -15,10 +15,11 @@ from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout, batch_layout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.distributed.stages import cut
-from toolkit.models import compilers, device, liger_kernels, reach, varlen, varlen_trials
+from toolkit.models import compilers, device, liger_kernels, reach
+from toolkit.models.attention import varlen, varlen_trials
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.load import ModelSource
-from toolkit.models.pipeline import Split
+from toolkit.models.parallel.pipeline import Split
 from toolkit.models.reach import Reach
 from toolkit.planner.kernels import EAGER, UNCOMPILED
 from toolkit.planner.plan import Plan

@@ -19,7 +19,7 @@ from trl import SFTConfig
 from toolkit.common import UserError, concealed, first_line
 from toolkit.distributed.engines import dtypes, fsdp_mesh, training_arguments
 from toolkit.distributed.layout import BatchLayout, Length, World
-from toolkit.models.process_groups import limit_waiting
+from toolkit.models.parallel.process_groups import limit_waiting
 from toolkit.recipe import Loaded, Recipe
 from toolkit.train.run_folder import RunFolder
 

@@ -13,10 +13,11 @@ from toolkit.data.own_answers import longest_rows, prompts_of
 from toolkit.data.part_batches import PartCollator
 from toolkit.data.prepare import answer_lengths, sequence_lengths
 from toolkit.distributed.layout import BatchLayout
-from toolkit.models import attention, device
-from toolkit.models.context_parallel import gather
-from toolkit.models.sequence_parallel import exchange
-from toolkit.models.shared_rows import share_balance, share_rows
+from toolkit.models import device
+from toolkit.models.attention import backends
+from toolkit.models.parallel.context_parallel import gather
+from toolkit.models.parallel.sequence_parallel import exchange
+from toolkit.models.parallel.shared_rows import share_balance, share_rows
 from toolkit.recipe import Recipe
 from toolkit.recipe.precisions import FP8_SCALING
 
@@ -36,7 +37,7 @@ def collator(
     """
     if recipe.headed:
         texts = Collator(tokenizer.pad_token_id, "padded", ALIGNED, longest=recipe.batch.seq_len)
-        if backend in attention.VARLEN:
+        if backend in backends.VARLEN:
             texts = Collator(tokenizer.pad_token_id, "flat", ALIGNED if device.kind() == "cpu" else 1)
         return HeadCollator(texts, recipe.objective, "token_type_ids" in tokenizer.model_input_names)
     if recipe.prefers or recipe.reinforces:
@@ -49,14 +50,14 @@ def collator(
         return Collator(tokenizer.pad_token_id, "pairs", ALIGNED, longest=recipe.batch.seq_len)
     layout: Layout = "packed" if recipe.data.packing else "padded"
     on_cpu = device.kind() == "cpu"
-    if backend in attention.VARLEN:
+    if backend in backends.VARLEN:
         parts, chunks = recipe.parallel.sharing, 2 if recipe.parallel.context > 1 else 1
         # Gradients of weights in fp8 are summed over units of 16 tokens, to which torchao would copy all that is fewer.
         unit = ALIGNED if on_cpu else 16 if recipe.precision in FP8_SCALING else 1
         flat = Collator(tokenizer.pad_token_id, "flat", math.lcm(parts * chunks, unit), shares=shares)
         return flat if parts == 1 else PartCollator(flat, part, parts, chunks)
     if backend == "flex":
-        return Collator(tokenizer.pad_token_id, layout, attention.FLEX_BLOCK)
+        return Collator(tokenizer.pad_token_id, layout, backends.FLEX_BLOCK)
     # By itself a row that is packed has a mask all the same.
     lone = compiles or recipe.data.packing or on_cpu
     return Collator(tokenizer.pad_token_id, layout, ALIGNED, longest=recipe.batch.seq_len, lone=lone)

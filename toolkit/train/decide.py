@@ -21,9 +21,10 @@ from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.files import check_disk, write_json
-from toolkit.models import attention_kernels, compiled_layers, device, own_attention
+from toolkit.models import compiled_layers, device, own_attention
+from toolkit.models.attention import attention_kernels
 from toolkit.models.load import ModelSource
-from toolkit.models.parts import require_plans
+from toolkit.models.parallel.parts import require_plans
 from toolkit.models.teacher import check_vocabulary, open_teacher
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.notes import SLOWER

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from toolkit.data.batches import MicroBatches
 from toolkit.distributed.engine_state import EngineState
 from toolkit.models import compiled_layers, coverage, device, liger_kernels
-from toolkit.models.parts import sizes as parts
-from toolkit.models.shared_rows import sizes
+from toolkit.models.parallel.parts import sizes as parts
+from toolkit.models.parallel.shared_rows import sizes
 from toolkit.models.tiled_mlp import tiles_of
 from toolkit.train.optimizer import inner_optimizer, moments_of, not_updated, updated_by
 from toolkit.train.trainers.distillation import DistillationTrainer, state_of

@@ -15,8 +15,8 @@ from toolkit.models import dropout
 from toolkit.models.adapters import add_method, cast_buffers, cast_parameters, part_of_base
 from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.load import ModelSource
-from toolkit.models.parts import divide_model
-from toolkit.models.pipeline import elsewhere, split_layers
+from toolkit.models.parallel.parts import divide_model
+from toolkit.models.parallel.pipeline import elsewhere, split_layers
 from toolkit.models.special_tokens import take_tokens
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.recipe.precisions import FP8_SCALING
@@ -92,7 +92,7 @@ def load_model(decided: Decided, arguments: TrainingArguments, progress: Progres
         split_layers(model, split)
     if scaling := FP8_SCALING.get(recipe.precision):
         # torchao takes a second to import.
-        from toolkit.models.fp8_products import multiply_in_fp8
+        from toolkit.models.quantization.fp8_products import multiply_in_fp8
 
         in_fp8 = multiply_in_fp8(model, scaling)
     return TrainedModel(model=model, start=start, parameters=parameters, in_fp8=in_fp8, hashes=hashes)

@@ -28,11 +28,12 @@ from toolkit.distributed.device_limits import check_device, check_engine
 from toolkit.distributed.exchanges import Exchange
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
-from toolkit.models import compilers, device, expert_parallel
-from toolkit.models.layer_sums import divide_processes, replicas
+from toolkit.models import compilers, device
 from toolkit.models.load import ModelSource
-from toolkit.models.pipeline import alike_group, chain_processes, hand_on
-from toolkit.models.shared_rows import group_processes
+from toolkit.models.parallel import expert_parallel
+from toolkit.models.parallel.layer_sums import divide_processes, replicas
+from toolkit.models.parallel.pipeline import alike_group, chain_processes, hand_on
+from toolkit.models.parallel.shared_rows import group_processes
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.recipe.parallel import Parallel

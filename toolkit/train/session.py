@@ -13,7 +13,7 @@ from toolkit.distributed.engines import Dtypes
 from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.load import ModelSource
-from toolkit.models.pipeline import Split
+from toolkit.models.parallel.pipeline import Split
 from toolkit.models.reach import Reach
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.terminal import Progress

@@ -22,8 +22,8 @@ from toolkit.data.rewards import Scorer
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes
 from toolkit.distributed.rendezvous import Rendezvous
-from toolkit.models import varlen
 from toolkit.models.adapter_init import begin_with_lost, begin_with_read
+from toolkit.models.attention import varlen
 from toolkit.models.cast_choice import drops_casts, keeps_casts
 from toolkit.models.load import ModelSource
 from toolkit.models.step_casts import StepCasts, drop_with_layers

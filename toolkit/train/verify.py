@@ -22,9 +22,11 @@ from toolkit.data.collate import Collator, isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engine_state import EngineState, expected_state
 from toolkit.distributed.engines import fsdp_mesh
-from toolkit.models import attention, attention_kernels, device, head_choice
+from toolkit.models import device
+from toolkit.models.attention import attention_kernels, backends
 from toolkit.models.load import ModelSource
-from toolkit.models.pipeline import chain
+from toolkit.models.output_heads import head_choice
+from toolkit.models.parallel.pipeline import chain
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import Recipe
 from toolkit.train import leaf_modules
@@ -55,7 +57,7 @@ class Verify(TrainerCallback):
             check_heads(self._session, _first_rows(self._session))
         self._check()
         leaf_modules.watch(self._session.trainer.model)
-        packs = self._session.recipe.data.packing or self._session.attention in attention.VARLEN
+        packs = self._session.recipe.data.packing or self._session.attention in backends.VARLEN
         if packs and not self._session.recipe.headed:
             check_isolation(self._session)
         if self._session.layout.sharing > 1:
@@ -190,9 +192,9 @@ def require_isolation(source: ModelSource, backend: str) -> None:
         UserError: If they see each other.
     """
     recipe = source.recipe
-    if not recipe.data.packing or backend in attention.VARLEN:
+    if not recipe.data.packing or backend in backends.VARLEN:
         return
-    if source.config.model_type in attention.OTHER_POSITIONS:
+    if source.config.model_type in backends.OTHER_POSITIONS:
         what = f"{source.config.model_type} does not count the positions of a document from 0"
         raise UserError(f"{what}, as those of packed ones are", "set data.packing=false")
     attention_kernels.prepare(backend, recipe)
@@ -205,7 +207,7 @@ def require_isolation(source: ModelSource, backend: str) -> None:
 
 
 def _seen(kind: str, backend: str, recipe: Recipe) -> UserError:
-    ways = ["data.packing=false"] * recipe.data.packing + ["model.attention=sdpa"] * (backend in attention.VARLEN)
+    ways = ["data.packing=false"] * recipe.data.packing + ["model.attention=sdpa"] * (backend in backends.VARLEN)
     what = f"{kind} with attention {backend} lets documents of a batch see each other"
     return UserError(what, f"set {' and '.join(ways)}")
 

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from toolkit.models.attention_kernels import varlen_attention
+from toolkit.models.attention.attention_kernels import varlen_attention
 from toolkit.models.lora_products import add_by_product
 from toolkit.planner.hardware.specs import DOCUMENTS
 from toolkit.planner.speed.step import REFERENCE, product_speed

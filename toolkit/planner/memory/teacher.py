@@ -3,7 +3,7 @@ comparison of both models' logits hold for a while."""
 
 from __future__ import annotations
 
-from toolkit.models.head_chunk import JUDGED, ON_CPU
+from toolkit.models.output_heads.head_chunk import JUDGED, ON_CPU
 from toolkit.planner.memory.states import weights
 from toolkit.planner.workload import WIDTH, Workload
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 
-from toolkit.models.head_chunk import head_chunk
+from toolkit.models.output_heads.head_chunk import head_chunk
 from toolkit.planner.generation import generates, kept, prompt_tokens, turns
 from toolkit.planner.hardware import End, Rate, between
 from toolkit.planner.memory.states import states

@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 from toolkit.data.statistics import DataStatistics, Dealt
 from toolkit.distributed.layout import BatchLayout, Length, run_length
-from toolkit.models.attention import VARLEN
+from toolkit.models.attention.backends import VARLEN
 from toolkit.planner.hardware import DOCUMENTS, End, Hardware
 from toolkit.planner.pipeline import processes
 from toolkit.planner.plan import Disk, Link, Range, Work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from toolkit.models.expert_parallel import Exchange
+from toolkit.models.parallel.expert_parallel import Exchange
 from toolkit.recipe.model_configs import meeting_share
 
 

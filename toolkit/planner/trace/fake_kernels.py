@@ -23,7 +23,11 @@ from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
 
 from toolkit.distributed.engines import Dtypes
-from toolkit.models import attention, context_parallel, dropout, experts, fused_head, stored
+from toolkit.models import dropout
+from toolkit.models.attention import backends
+from toolkit.models.output_heads import fused_head
+from toolkit.models.parallel import context_parallel
+from toolkit.models.quantization import experts, stored
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.tracker import STAND_INS, attention_flops
 
@@ -194,11 +198,11 @@ def _of_chunks(setting: Setting) -> Any:
 
 def implementation(setting: Setting) -> str:
     """Transformers' name of the attention to trace."""
-    if setting.attention in attention.VARLEN or setting.attention == "flex":
+    if setting.attention in backends.VARLEN or setting.attention == "flex":
         AttentionInterface.register(FLASH, _flash_attention if setting.context == 1 else _of_chunks(setting))
         masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH, lambda *args, **kwargs: None)
         return FLASH
-    return attention.IMPLEMENTATIONS[setting.attention]
+    return backends.IMPLEMENTATIONS[setting.attention]
 
 
 @contextlib.contextmanager

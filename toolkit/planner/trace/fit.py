@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.common import UserError
 from toolkit.models.compiled_layers import CompiledLayers
-from toolkit.models.head_choice import choose
 from toolkit.models.heads import head_modules
-from toolkit.models.output_head import HeadChoice
-from toolkit.models.parts import parts_of
-from toolkit.models.stored import StoredWeight
+from toolkit.models.output_heads.head_choice import choose
+from toolkit.models.output_heads.output_head import HeadChoice
+from toolkit.models.parallel.parts import parts_of
+from toolkit.models.quantization.stored import StoredWeight
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
 from toolkit.planner.trace.passes import ENCODER_PLACES, Micro, chunk_of, run

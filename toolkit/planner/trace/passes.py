@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.distributed.engines import checkpointing_kwargs
-from toolkit.models import fused_head
-from toolkit.models.attention_kernels import keep_attention
+from toolkit.models.attention.attention_kernels import keep_attention
 from toolkit.models.compiled_layers import CompiledLayers
-from toolkit.models.embedding import pooled
-from toolkit.models.head_choice import asks_routers
-from toolkit.models.head_chunk import head_chunk
-from toolkit.models.output_head import HeadChoice, OutputHead
-from toolkit.models.pair_head import PairHead
+from toolkit.models.losses.embedding import pooled
+from toolkit.models.output_heads import fused_head
+from toolkit.models.output_heads.head_choice import asks_routers
+from toolkit.models.output_heads.head_chunk import head_chunk
+from toolkit.models.output_heads.output_head import HeadChoice, OutputHead
+from toolkit.models.output_heads.pair_head import PairHead
 from toolkit.models.step_casts import drop_with_layers
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.trace.setting import Setting

@@ -17,9 +17,9 @@ from typing import Any, Literal
 from toolkit.common import content_hash
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
-from toolkit.models import attention
+from toolkit.models.attention import backends
 from toolkit.models.cast_choice import drops_casts
-from toolkit.models.head_chunk import ON_CPU
+from toolkit.models.output_heads.head_chunk import ON_CPU
 from toolkit.planner.trace.types import CHUNK, FORMAT
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.heads import HEADED, OF_TEXTS
@@ -186,7 +186,7 @@ def _computed_as(recipe: Recipe) -> str:
 def _layout(recipe: Recipe, backend: str) -> Layout:
     if recipe.objective == "seq2seq":
         return "seq2seq"
-    if backend in attention.VARLEN:
+    if backend in backends.VARLEN:
         return "flat"
     return "packed" if recipe.data.packing else "padded"
 

@@ -16,14 +16,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.distributed.engines import Dtypes
-from toolkit.models import experts
 from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
-from toolkit.models.embedding import drop_pooler
-from toolkit.models.expert_parallel import divide_experts
 from toolkit.models.heads import from_config, pin
+from toolkit.models.losses.embedding import drop_pooler
+from toolkit.models.parallel.expert_parallel import divide_experts
+from toolkit.models.parallel.tensor_parallel import divide_layers
+from toolkit.models.quantization import experts
 from toolkit.models.reach import reach_of
 from toolkit.models.reading import refuse_code_elsewhere
-from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.even_routing import EvenExchange
 from toolkit.planner.trace.setting import Setting
@@ -172,7 +172,7 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bo
         divide_layers(trained, setting.tensor, index=0)
         divide_experts(trained, setting.expert, 0, EvenExchange)
         if setting.products and depth is not None:
-            from toolkit.models.fp8_products import multiply_in_fp8  # torchao takes a second.
+            from toolkit.models.quantization.fp8_products import multiply_in_fp8  # torchao takes a second.
 
             multiply_in_fp8(trained, setting.products)
     lists = _repeated(model)

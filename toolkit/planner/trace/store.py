@@ -200,5 +200,5 @@ def _cached(setting: Setting) -> Path:
 def _code() -> str:
     """A name for the code that decides what a trace says: of another version of it, what was kept is made again."""
     package = Path(__file__).resolve().parent.parent.parent
-    files = sorted([*package.glob("models/*.py"), *package.glob("planner/trace/*.py")])
+    files = sorted([*package.glob("models/**/*.py"), *package.glob("planner/trace/*.py")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

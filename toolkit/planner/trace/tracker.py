@@ -18,10 +18,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from toolkit.models.context_parallel import GATHER
-from toolkit.models.expert_parallel import SEND
-from toolkit.models.head_chunk import chunks
-from toolkit.models.layer_sums import SUMS
+from toolkit.models.output_heads.head_chunk import chunks
+from toolkit.models.parallel.context_parallel import GATHER
+from toolkit.models.parallel.expert_parallel import SEND
+from toolkit.models.parallel.layer_sums import SUMS
 
 CATEGORIES = ("activations", "casts", "logits", "gradients", "chunks")
 """As in `Moment`; `chunks` are those of the logits that the loss holds for one chunk of tokens at a time."""

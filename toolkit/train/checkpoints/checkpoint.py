@@ -12,8 +12,8 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.files import UNANSWERED
-from toolkit.models.parts import whole_shape
-from toolkit.models.pipeline import chain
+from toolkit.models.parallel.parts import whole_shape
+from toolkit.models.parallel.pipeline import chain
 from toolkit.recipe import Loaded, Recipe
 from toolkit.recipe.libraries import flat
 from toolkit.recipe.optimizers import OPTIMIZERS

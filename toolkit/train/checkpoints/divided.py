@@ -18,9 +18,9 @@ import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 
 from toolkit.files import write_json
-from toolkit.models.layer_sums import dividing, layer_group, replicas
-from toolkit.models.parts import holds_parts, is_part, whole_of, whole_shape, whole_state
-from toolkit.models.sharded_parts import ShardsReplicas, hand_out_parts, mesh_of_parts, sharding_parts
+from toolkit.models.parallel.layer_sums import dividing, layer_group, replicas
+from toolkit.models.parallel.parts import holds_parts, is_part, whole_of, whole_shape, whole_state
+from toolkit.models.parallel.sharded_parts import ShardsReplicas, hand_out_parts, mesh_of_parts, sharding_parts
 from toolkit.train.checkpoints.saved_state import PARTS
 
 

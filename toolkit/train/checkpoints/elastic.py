@@ -23,9 +23,9 @@ from transformers.trainer_pt_utils import safe_globals
 
 from toolkit.common import UserError
 from toolkit.models.adapted_layers import saved_names
-from toolkit.models.layer_sums import dividing
-from toolkit.models.parts import is_part, part_of, whole_shape
-from toolkit.models.pipeline import chain, draw_apart
+from toolkit.models.parallel.layer_sums import dividing
+from toolkit.models.parallel.parts import is_part, part_of, whole_shape
+from toolkit.models.parallel.pipeline import chain, draw_apart
 from toolkit.train.checkpoints.saved_state import MASTER, OVERFLOWS, SavedState, equal_parts
 from toolkit.train.checkpoints.stage_files import whole_groups
 from toolkit.train.checkpoints.swapped_state import restore_swapped

@@ -19,8 +19,8 @@ from toolkit.cache import share
 from toolkit.common import UserError, brief, first_line
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_buffers, cast_parameters, kept_in_fp32, on_whole_base
-from toolkit.models.parts import holds_parts, whole_of
-from toolkit.models.pipeline import chain
+from toolkit.models.parallel.parts import holds_parts, whole_of
+from toolkit.models.parallel.pipeline import chain
 from toolkit.train.checkpoints import stage_files
 from toolkit.train.checkpoints.divided import whole_parameters
 from toolkit.train.checkpoints.storage import flush

@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 
 from toolkit.common import UserError, first_line
-from toolkit.models.tensor_parallel import Share
+from toolkit.models.parallel.tensor_parallel import Share
 
 PARTS = "parts.json"
 """File of a checkpoint of ZeRO's that says how layers were divided, see `divided.divisions`."""

@@ -23,9 +23,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from toolkit.cache import share
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import kept_in_fp32
-from toolkit.models.parts import part_of, whole_shape
-from toolkit.models.pipeline import chain
-from toolkit.models.sharded_parts import LAYERS
+from toolkit.models.parallel.parts import part_of, whole_shape
+from toolkit.models.parallel.pipeline import chain
+from toolkit.models.parallel.sharded_parts import LAYERS
 from toolkit.seal import seal
 from toolkit.train.checkpoints.save import gathered
 from toolkit.train.checkpoints.storage import flush, flush_all

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.models.pipeline import Chain, chain, gathered, piped, pipeline_group
+from toolkit.models.parallel.pipeline import Chain, chain, gathered, piped, pipeline_group
 
 
 def whole_parameters(model: Any, own: Chain) -> dict[str, torch.Tensor]:

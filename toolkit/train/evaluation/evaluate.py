@@ -24,13 +24,13 @@ from toolkit.data.encode import Encoder
 from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.data.thoughts import text_of
-from toolkit.models import expert_parallel
-from toolkit.models.attention import OTHER_POSITIONS
-from toolkit.models.decode_attention import decoding
-from toolkit.models.layer_sums import dividing
+from toolkit.models.attention.backends import OTHER_POSITIONS
+from toolkit.models.attention.decode_attention import decoding
 from toolkit.models.lora_products import without_idle
-from toolkit.models.pipeline import piped
-from toolkit.models.shared_rows import sharing
+from toolkit.models.parallel import expert_parallel
+from toolkit.models.parallel.layer_sums import dividing
+from toolkit.models.parallel.pipeline import piped
+from toolkit.models.parallel.shared_rows import sharing
 from toolkit.report.held_out_rows import joined, per_count
 from toolkit.report.rewards import MARGIN
 from toolkit.train.evaluation.generation import (

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.pytorch_utils import move_to_device
 
-from toolkit.models.attention import IMPLEMENTATIONS, OTHER_POSITIONS, with_mask
+from toolkit.models.attention.backends import IMPLEMENTATIONS, OTHER_POSITIONS, with_mask
 from toolkit.models.tiny import by_itself, tiny_model
 
 Sample = Callable[[torch.Tensor, int], dict[str, Any]]

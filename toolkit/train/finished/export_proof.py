@@ -19,8 +19,8 @@ from torch.nn import functional
 from toolkit.data.answer_batches import answers_of
 from toolkit.data.prepare import prepare
 from toolkit.data.rows import IGNORE
-from toolkit.models.embedding import pooled
 from toolkit.models.load import ModelSource
+from toolkit.models.losses.embedding import pooled
 from toolkit.recipe.heads import EMBEDDING, REWARD
 from toolkit.train.finished.merge import proof_rows
 

@@ -28,10 +28,11 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
-from toolkit.models import gguf_header, own_attention, packed_int4
-from toolkit.models.embedding import drop_pooler
+from toolkit.models import gguf_header, own_attention
 from toolkit.models.heads import auto_class, from_config
 from toolkit.models.load import ModelSource
+from toolkit.models.losses.embedding import drop_pooler
+from toolkit.models.quantization import packed_int4
 from toolkit.models.sentence_files import write_modules
 from toolkit.models.tiny import by_itself
 from toolkit.models.untouched_files import copy_untouched

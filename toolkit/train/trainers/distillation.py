@@ -17,10 +17,10 @@ from toolkit.data.rows import IGNORE
 from toolkit.distributed.engines import teacher_dtype
 from toolkit.models.coverage import stored_form
 from toolkit.models.device import sent
-from toolkit.models.distillation import FIGURES, Divergence
-from toolkit.models.fused_head import judged_by
-from toolkit.models.head_choice import compare
-from toolkit.models.output_head import HeadChoice
+from toolkit.models.losses.distillation import FIGURES, Divergence
+from toolkit.models.output_heads.fused_head import judged_by
+from toolkit.models.output_heads.head_choice import compare
+from toolkit.models.output_heads.output_head import HeadChoice
 from toolkit.models.teacher import Teacher, require_fused
 from toolkit.recipe.distillation import Distillation
 from toolkit.recipe.teaching import of_teacher

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.common import UserError
-from toolkit.models.expert_parallel import dividing, part_of_experts, replicas
+from toolkit.models.parallel.expert_parallel import dividing, part_of_experts, replicas
 
 
 class DividedExperts:

@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType
 from toolkit.data.collate import mask_of
 from toolkit.data.head_batches import texts_of
 from toolkit.models.device import sent
-from toolkit.models.embedding import losses_and_gradient, pooled, pooled_flat
+from toolkit.models.losses.embedding import losses_and_gradient, pooled, pooled_flat
 from toolkit.recipe.embedding import COSENT, Embedding
 from toolkit.train.health.watchdog import beat
 from toolkit.train.trainers.heads import BESIDE, HeadTrainer, Scored

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from toolkit.models.parts import group_of, holds_parts
-from toolkit.models.pipeline import counts, piped, pipeline_group
+from toolkit.models.parallel.parts import group_of, holds_parts
+from toolkit.models.parallel.pipeline import counts, piped, pipeline_group
 
 _ROW, _LARGE = 512, 2**14
 """Numbers whose squares are summed in fp32, and those of a gradient from which on that pays."""

@@ -25,7 +25,7 @@ from toolkit.data.head_batches import HeadCollator, apart, texts_of, tokens_of
 from toolkit.data.rows import IGNORE
 from toolkit.models import device
 from toolkit.models.heads import read_at
-from toolkit.models.preference import reward_losses
+from toolkit.models.losses.preference import reward_losses
 from toolkit.recipe.preference import Preference
 from toolkit.train.evaluation.evaluate import evaluating
 from toolkit.train.evaluation.generation import reading_masks

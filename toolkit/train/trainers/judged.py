@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from toolkit.models.device import sent
-from toolkit.models.layer_sums import dividing
-from toolkit.models.preference import judged_losses
+from toolkit.models.losses.preference import judged_losses
+from toolkit.models.parallel.layer_sums import dividing
 from toolkit.train.evaluation.evaluate import evaluating
 from toolkit.train.trainers.preference import ROUNDING, AnswerTrainer
 from toolkit.train.trainers.told import Measurement

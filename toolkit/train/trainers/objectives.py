@@ -6,9 +6,9 @@ import dataclasses
 import logging
 from typing import Any
 
-from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
-from toolkit.models.output_head import HeadChoice
+from toolkit.models.output_heads.head_choice import choose
+from toolkit.models.output_heads.output_head import HeadChoice
 from toolkit.models.teacher import require_fused
 from toolkit.recipe import Recipe
 from toolkit.recipe.heads import EMBEDDING

@@ -22,8 +22,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from toolkit.data.collate import TWO_DOCUMENTS
 from toolkit.data.encode import IGNORE
-from toolkit.models.pipeline import CACHES, Chain, chain, draw_apart, piped, pipeline_group
-from toolkit.models.stage import SCHEDULES, Sent, Stage, Whole, schedule_of, shape_of
+from toolkit.models.parallel.pipeline import CACHES, Chain, chain, draw_apart, piped, pipeline_group
+from toolkit.models.parallel.stage import SCHEDULES, Sent, Stage, Whole, schedule_of, shape_of
 from toolkit.train.checkpoints.divided import answering
 from toolkit.train.checkpoints.stage_files import whole_optimizer, whole_parameters
 from toolkit.train.trainers.stage_gradients import add_tied, average

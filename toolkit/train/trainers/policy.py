@@ -24,9 +24,9 @@ from toolkit.common import UserError
 from toolkit.data.answer_batches import PromptCollator
 from toolkit.files import write_atomically
 from toolkit.models.device import sent
-from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_adapters
-from toolkit.models.policy import advantages, divisor, policy_losses, server_weights
+from toolkit.models.losses.policy import advantages, divisor, policy_losses, server_weights
+from toolkit.models.parallel.layer_sums import dividing
 from toolkit.recipe.reinforcement import Policy
 from toolkit.report.held_out_rows import of_mean
 from toolkit.report.rewards import MARGIN

@@ -14,9 +14,9 @@ import torch
 from trl.trainer.utils import disable_dropout_in_model
 
 from toolkit.models.device import sent
-from toolkit.models.head_choice import HeadChoice
-from toolkit.models.layer_sums import dividing
-from toolkit.models.preference import pair_losses
+from toolkit.models.losses.preference import pair_losses
+from toolkit.models.output_heads.head_choice import HeadChoice
+from toolkit.models.parallel.layer_sums import dividing
 from toolkit.recipe.preference import Preference
 from toolkit.train.trainers.told import Measurement, Telling
 from toolkit.train.trainers.trainer import CausalTrainer

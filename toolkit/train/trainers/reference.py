@@ -27,7 +27,7 @@ from toolkit.cache import cache_dir, find, keep
 from toolkit.common import UserError, content_hash
 from toolkit.files import write_atomically
 from toolkit.models import device
-from toolkit.models.layer_sums import dividing
+from toolkit.models.parallel.layer_sums import dividing
 from toolkit.train.evaluation.evaluate import batches_of, before_training
 from toolkit.train.evaluation.untrained import beginning
 from toolkit.train.session import Session

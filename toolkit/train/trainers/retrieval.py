@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from toolkit.models.embedding import ranks
+from toolkit.models.losses.embedding import ranks
 from toolkit.report.held_out_rows import of_mean
 from toolkit.report.rewards import MARGIN
 from toolkit.train.evaluation.scoring import Z, wilson

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.models.pipeline import Chain, alike_group, pipeline_group
+from toolkit.models.parallel.pipeline import Chain, alike_group, pipeline_group
 
 _BUCKET = 25 * 2**20
 """Bytes of gradients that are averaged at a time, as DDP does."""

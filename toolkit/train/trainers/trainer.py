@@ -25,12 +25,12 @@ from trl import SFTTrainer
 from toolkit.common import UserError, concealed
 from toolkit.data.batches import MicroBatches
 from toolkit.files import write_atomically
-from toolkit.models.attention_kernels import keep_attention
+from toolkit.models.attention.attention_kernels import keep_attention
 from toolkit.models.embedding_noise import add_noise
-from toolkit.models.head_choice import add_output_head
-from toolkit.models.layer_sums import dividing
-from toolkit.models.output_head import HeadChoice
-from toolkit.models.pipeline import piped
+from toolkit.models.output_heads.head_choice import add_output_head
+from toolkit.models.output_heads.output_head import HeadChoice
+from toolkit.models.parallel.layer_sums import dividing
+from toolkit.models.parallel.pipeline import piped
 from toolkit.models.step_casts import StepCasts
 from toolkit.train.checkpoints.divided import Divided
 from toolkit.train.checkpoints.elastic import Continues

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.distributed import _functional_collectives as collectives
 
-from toolkit.models.attention_kernels import to_compute
-from toolkit.models.shared_rows import Attention, group, sharing
+from toolkit.models.attention.attention_kernels import to_compute
+from toolkit.models.parallel.shared_rows import Attention, group, sharing
 
 
 def gather(attend: Attention) -> Attention:

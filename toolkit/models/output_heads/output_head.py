@@ -21,7 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from toolkit.data.encode import IGNORE
 from toolkit.models.balance import leave_out_padding, of_text
-from toolkit.models.fused_head import scoring
+from toolkit.models.output_heads.fused_head import scoring
 
 
 @dataclass(frozen=True)

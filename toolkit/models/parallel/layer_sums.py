@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.models.process_groups import neighbours
+from toolkit.models.parallel.process_groups import neighbours
 
 _GROUP: dict[str, Any] = {}
 

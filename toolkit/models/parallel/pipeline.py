@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from toolkit.common import UserError
 from toolkit.models.adapted_layers import saved_names
 from toolkit.models.heads import from_config
-from toolkit.models.process_groups import neighbours
+from toolkit.models.parallel.process_groups import neighbours
 
 CACHES = {"cache", "past_key_values"}
 """What models are given their cache as: from Transformers 5.24 on, and before."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.models import expert_parallel, layer_sums, sharded_parts, tensor_parallel
-from toolkit.models.expert_parallel import part_of_experts
+from toolkit.models.parallel import expert_parallel, layer_sums, sharded_parts, tensor_parallel
+from toolkit.models.parallel.expert_parallel import part_of_experts
 
 
 def require_plans(config: Any, expert: int) -> None:

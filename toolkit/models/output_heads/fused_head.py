@@ -24,9 +24,9 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
 from toolkit.data.encode import IGNORE
-from toolkit.models.head_chunk import JUDGED, chunks, head_chunk
-from toolkit.models.layer_sums import largest_over_parts, one_for_parts, sum_over_parts
-from toolkit.models.tensor_parallel import Part
+from toolkit.models.output_heads.head_chunk import JUDGED, chunks, head_chunk
+from toolkit.models.parallel.layer_sums import largest_over_parts, one_for_parts, sum_over_parts
+from toolkit.models.parallel.tensor_parallel import Part
 
 Criterion = Callable[[slice, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor | None]]
 """Given which tokens (N), their logits (N, V), their labels (N, 1) and whether a gradient is wanted: minus the losses

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import activations
 
 from toolkit.common import UserError
-from toolkit.models.layer_sums import Join, Sum, SumGradient, layer_group, sum_of_parts
+from toolkit.models.parallel.layer_sums import Join, Sum, SumGradient, layer_group, sum_of_parts
 
 _COLUMNS, _ROWS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _FUSED, _OF_FUSED = "colwise_gather_output", "rowwise_split_input"

@@ -13,8 +13,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from toolkit.models.experts import fused, restore_on_use
-from toolkit.models.stored import StoredLinear, StoredWeight, stored_as
+from toolkit.models.quantization.experts import fused, restore_on_use
+from toolkit.models.quantization.stored import StoredLinear, StoredWeight, stored_as
 
 _METHOD = "frozen_base"
 """Under which Transformers finds the quantizer."""

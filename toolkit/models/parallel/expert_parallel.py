@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.common import UserError
-from toolkit.models.process_groups import neighbours
+from toolkit.models.parallel.process_groups import neighbours
 
 _GROUP: dict[str, Any] = {}
 _DISPATCHED, _BY_EXPERT = "ep_dispatch_experts", "grouped_gemm"

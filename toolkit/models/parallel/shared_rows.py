@@ -18,7 +18,7 @@ from torch.distributed import _functional_collectives as collectives
 
 from toolkit.common import UserError
 from toolkit.models import balance as balances
-from toolkit.models.attention import VARLEN
+from toolkit.models.attention.backends import VARLEN
 
 Attention = Callable[..., tuple[Any, None]]
 """An attention function of Transformers."""

@@ -20,7 +20,8 @@ import torch
 from huggingface_hub import constants
 from torch.utils.checkpoint import CheckpointPolicy
 
-from toolkit.models import attention, device, varlen
+from toolkit.models import device
+from toolkit.models.attention import backends, varlen
 from toolkit.recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -42,13 +43,13 @@ _FLASH_MODULES = {
 
 def available(compute: str = "bfloat16") -> dict[str, str]:
     """Every backend with `ok`, or the reason why it does not run on this machine in a dtype."""
-    reasons = attention.on_device(device.kind(), device.capability(), compute)
+    reasons = backends.on_device(device.kind(), device.capability(), compute)
     if not torch.cuda.is_available():
         return reasons | dict.fromkeys(_FLASH_MODULES, "needs a GPU")
     for name, module in _FLASH_MODULES.items():
         there = _imports(module) or hub_build(name)
         lacks = f"{module} does not import, and no build of it from kernels-community is in the hub's cache"
-        reasons[name] = attention.in_16_bits(compute) or ("ok" if there else lacks)
+        reasons[name] = backends.in_16_bits(compute) or ("ok" if there else lacks)
     return reasons
 
 
@@ -84,7 +85,7 @@ def implementation(backend: str) -> str:
 
     repository = hub_build(backend)
     if not repository:
-        return attention.IMPLEMENTATIONS[backend]
+        return backends.IMPLEMENTATIONS[backend]
     # Transformers asks the hub for it once more, but only where another one was loaded last.
     with _from_cache():
         lazy_import_flash_attention(repository)
@@ -111,7 +112,7 @@ def prepare(backend: str, recipe: Recipe) -> None:
         register()
     if backend == "flex":
         fit_flex(device.capability())
-    find_documents(by_positions=recipe.data.packing and backend not in attention.VARLEN)
+    find_documents(by_positions=recipe.data.packing and backend not in backends.VARLEN)
     trust_masks(recipe.objective == "seq2seq")
     if torch.cuda.is_available():
         repeat_shared_heads(device.capability())

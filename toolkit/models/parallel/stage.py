@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from toolkit.distributed.stages import runs_as
-from toolkit.models.pipeline import Chain, pipeline_group
+from toolkit.models.parallel.pipeline import Chain, pipeline_group
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

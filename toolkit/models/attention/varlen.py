@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from toolkit.models.document_attention import document_attention
+from toolkit.models.attention.document_attention import document_attention
 
 PACKAGES = {"FlashAttention 3": "flash_attn_interface", "FlashAttention 4": "flash_attn.cute.interface"}
 OWN = ""

@@ -25,7 +25,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from toolkit.common import UserError
-from toolkit.models.stored import Restored, Stored, StoredLinear
+from toolkit.models.quantization.stored import Restored, Stored, StoredLinear
 
 _MOST = 2**31 - 1
 """Elements of a tensor that bitsandbytes' kernels count in 32 bits."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from toolkit.models.output_head import OutputHead
+from toolkit.models.output_heads.output_head import OutputHead
 from toolkit.recipe.distillation import Distillation
 
 FIGURES = ("kl", "agreement", "cross_entropy")

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from toolkit.common import UserError
-from toolkit.models.attention_kernels import to_compute
-from toolkit.models.shared_rows import Attention, group, sharing
+from toolkit.models.attention.attention_kernels import to_compute
+from toolkit.models.parallel.shared_rows import Attention, group, sharing
 
 
 def exchange(attend: Attention) -> Attention:

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from toolkit.common import UserError
-from toolkit.models.layer_sums import dividing
-from toolkit.models.tensor_parallel import is_part, is_partial
+from toolkit.models.parallel.layer_sums import dividing
+from toolkit.models.parallel.tensor_parallel import is_part, is_partial
 
 REPLICAS, LAYERS = "replicas", "layers"
 """Dimensions of the mesh: processes that have the same parts, and those that divide layers."""

@@ -18,8 +18,8 @@ from trl.trainer.utils import add_fused_lm_head
 from toolkit.data.collate import Collator
 from toolkit.data.encode import IGNORE
 from toolkit.models.balance import of_text
-from toolkit.models.output_head import HeadChoice, OutputHead, at, from_logits
-from toolkit.models.pair_head import PairHead
+from toolkit.models.output_heads.output_head import HeadChoice, OutputHead, at, from_logits
+from toolkit.models.output_heads.pair_head import PairHead
 from toolkit.models.tiny import VOCABULARY, tiny_model
 
 _TOLERANCE = 1e-5

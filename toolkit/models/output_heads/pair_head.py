@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput
 
-from toolkit.models.fused_head import scoring
-from toolkit.models.output_head import OutputHead, at, from_logits
+from toolkit.models.output_heads.fused_head import scoring
+from toolkit.models.output_heads.output_head import OutputHead, at, from_logits
 
 
 class PairHead(OutputHead):

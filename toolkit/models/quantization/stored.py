@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.models import fp8, int4
+from toolkit.models.quantization import fp8, int4
 
 FORMS: dict[str, Any] = {"fp8": fp8, "int4": int4}
 """By their names in `method.quantization`."""

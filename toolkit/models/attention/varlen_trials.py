@@ -24,7 +24,7 @@ import torch
 
 from toolkit import cache, own_process
 from toolkit.common import in_a_line
-from toolkit.models.varlen import OWN, attended, file_of
+from toolkit.models.attention.varlen import OWN, attended, file_of
 from toolkit.recipe.model_configs import attention_widths, text_config
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Attention backends: when each is used, and how it computes."""

@@ -1,0 +1,1 @@
+"""Losses of objectives beyond language modelling, as their papers give them."""

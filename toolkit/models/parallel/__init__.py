@@ -1,0 +1,1 @@
+"""Models that several processes compute together: parts of layers, rows and experts, and layers in turn."""
