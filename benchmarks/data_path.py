@@ -39,7 +39,7 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 
 def write_rows(file: Path, count: int, short: bool) -> None:
     """Chats as JSON lines: those of the demo, or of a few words each."""
-    from toolkit.data.builtin import docstring_rows
+    from toolkit.data.reading.builtin import docstring_rows
 
     rows = list(docstring_rows())
     with file.open("w", encoding="utf-8") as out:

@@ -31,7 +31,7 @@ from transformers.models.auto import modeling_auto
 from trl import SFTConfig
 
 from toolkit.common import in_a_line
-from toolkit.data.collate import Collator, isolates
+from toolkit.data.batching.collate import Collator, isolates
 from toolkit.models.adapted_layers import unadaptable
 from toolkit.models.adapters import keep_unpacked
 from toolkit.models.attention import attention_kernels, backends

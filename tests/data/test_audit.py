@@ -12,7 +12,7 @@ from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, rec
 from harness import write_jsonl
 
 from toolkit.common import LINES, UserError
-from toolkit.data.audit import (
+from toolkit.data.auditing.audit import (
     Audit,
     DataError,
     Lengths,
@@ -20,12 +20,12 @@ from toolkit.data.audit import (
     SourceFigures,
     in_sentences,
 )
-from toolkit.data.messages import read_messages, without_use
+from toolkit.data.auditing.problems import check_batch, find_problems
+from toolkit.data.formats.messages import read_messages, without_use
+from toolkit.data.formats.task import Task, has_empty_turn
 from toolkit.data.prepare import prepare
 from toolkit.data.preview import render
-from toolkit.data.problems import check_batch, find_problems
 from toolkit.data.rows import Chat
-from toolkit.data.task import Task, has_empty_turn
 
 
 def audit(tmp_path: Path, rows: list[Any], tokenizer: Any = None, stop: frozenset[int] = STOP, **settings: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from toolkit.data.batches import FixedOrder, MicroBatches, cut
+from toolkit.data.batching.batches import FixedOrder, MicroBatches, cut
 
 CASES = [
     (size, count, seed, flat)
@@ -100,7 +100,7 @@ def test_a_run_that_is_continued_deals_on_as_before(monkeypatch: pytest.MonkeyPa
     lengths = np.random.default_rng(4).integers(20, 200, (70, 1))
     whole, shorter = list(run(lengths, 2, 2)), list(run(lengths, 2, 2, steps=11))
     assert whole[: len(shorter)] == shorter
-    monkeypatch.setattr("toolkit.data.batches._ROWS_AT_ONCE", 24)
+    monkeypatch.setattr("toolkit.data.batching.batches._ROWS_AT_ONCE", 24)
     assert list(run(lengths, 2, 2)) == whole
 
 

@@ -11,7 +11,7 @@ import pytest
 from harness import environment
 
 from toolkit.common import UserError
-from toolkit.data import builtin
+from toolkit.data.reading import builtin
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_an_object_is_asked_for_in_one_of_four_ways_by_its_name(kind, questions)
 
 def test_rows_are_the_same_in_every_process_and_import_no_framework(tmp_path, rows):
     program = (
-        "import sys, json; from toolkit.data import builtin; rows = builtin.docstring_rows();"
+        "import sys, json; from toolkit.data.reading import builtin; rows = builtin.docstring_rows();"
         "print(json.dumps(['torch' in sys.modules, 'antigravity' in sys.modules, rows]))"
     )
     own = environment() | {"TOOLKIT_CACHE": str(tmp_path), "PYTHONHASHSEED": "7"}

@@ -8,8 +8,8 @@ import pytest
 from data_fixtures import plain_tokenizer
 
 from toolkit.common import UserError
-from toolkit.data.chat_spans import Conversation
-from toolkit.data.messages import FOR_TEMPLATES
+from toolkit.data.encoding.chat_spans import Conversation
+from toolkit.data.formats.messages import FOR_TEMPLATES
 
 HI = {"role": "user", "content": "Hi there"}
 HELLO = {"role": "assistant", "content": "Hello you"}

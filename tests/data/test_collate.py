@@ -27,8 +27,8 @@ from transformers import (
 
 from recipes import recipe_of
 from toolkit.common import UserError
-from toolkit.data.collate import Collator, isolates, mask_of
-from toolkit.data.part_batches import PartCollator
+from toolkit.data.batching.collate import Collator, isolates, mask_of
+from toolkit.data.batching.part_batches import PartCollator
 from toolkit.data.rows import IGNORE
 from toolkit.models.attention import attention_kernels
 from toolkit.train import batching

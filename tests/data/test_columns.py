@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.columns import parsed, refuse_meaning, value_at
-from toolkit.data.other_forms import refuse_other_forms
+from toolkit.data.formats.columns import parsed, refuse_meaning, value_at
+from toolkit.data.formats.other_forms import refuse_other_forms
 
 CHATS = {"messages", "sharegpt"}
 PROMPTS = {"prompt_completion", "alpaca", "source_target"}

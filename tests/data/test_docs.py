@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.hub import SECONDS
-from toolkit.data.problems import MIN_UNTRAINED_FATAL
-from toolkit.data.readers import COMPRESSIONS, KINDS
-from toolkit.data.recognition import recognise
-from toolkit.data.sources import SPLITS
+from toolkit.data.auditing.problems import MIN_UNTRAINED_FATAL
+from toolkit.data.formats.recognition import recognise
+from toolkit.data.formats.task import Task
+from toolkit.data.reading.hub import SECONDS
+from toolkit.data.reading.readers import COMPRESSIONS, KINDS
+from toolkit.data.reading.sources import SPLITS
 from toolkit.data.streaming import AUDITED_ROWS, SHUFFLE_BUFFER
-from toolkit.data.task import Task
 from toolkit.recipe.data import FORMATS, Data, Source
 from toolkit.recipe.embedding import Embedding
 

@@ -18,10 +18,10 @@ from data_fixtures import chatml_tokenizer, plain_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from toolkit.common import UserError
-from toolkit.data import chat_spans, chat_template, template_limits
-from toolkit.data.chat_spans import ENOUGH, Conversation, render
-from toolkit.data.chat_template import fixed_prompt, load_chat_template
-from toolkit.data.encode import Encoded, Encoder
+from toolkit.data.encoding import chat_spans, chat_template, template_limits
+from toolkit.data.encoding.chat_spans import ENOUGH, Conversation, render
+from toolkit.data.encoding.chat_template import fixed_prompt, load_chat_template
+from toolkit.data.encoding.encode import Encoded, Encoder
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
 CHATML = load_chat_template("chatml")

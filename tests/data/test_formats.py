@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from toolkit.common import UserError
-from toolkit.data.recognition import recognise
+from toolkit.data.formats.recognition import recognise
+from toolkit.data.formats.task import Task
 from toolkit.data.rows import Chat, Completion, Pair, Row, Segments, Text, Tokens, from_json, to_json
-from toolkit.data.task import Task
 from toolkit.recipe.data import Source
 
 

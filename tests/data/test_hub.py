@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data import hub
-from toolkit.data.sources import open_source
+from toolkit.data.reading import hub
+from toolkit.data.reading.sources import open_source
 from toolkit.recipe.data import Source
 
 MODEL = "nobody/nothing"

@@ -11,16 +11,16 @@ from data_fixtures import chatml_tokenizer, plain_tokenizer, recipe
 from harness import write_jsonl
 
 from toolkit.common import UserError
-from toolkit.data.answer_batches import JudgedCollator
-from toolkit.data.audit import in_sentences
-from toolkit.data.collate import Collator
-from toolkit.data.encode import Encoder
+from toolkit.data.auditing.audit import in_sentences
+from toolkit.data.auditing.problems import check_weights
+from toolkit.data.batching.answer_batches import JudgedCollator
+from toolkit.data.batching.collate import Collator
+from toolkit.data.encoding.encode import Encoder
+from toolkit.data.formats.recognition import recognise
+from toolkit.data.formats.task import Task, is_empty
 from toolkit.data.prepare import prepare
 from toolkit.data.preview import show
-from toolkit.data.problems import check_weights
-from toolkit.data.recognition import recognise
 from toolkit.data.rows import IGNORE, Judged, from_json, to_json
-from toolkit.data.task import Task, is_empty
 from toolkit.recipe.data import Source
 
 STOP = "<|im_end|>"

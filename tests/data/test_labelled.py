@@ -12,7 +12,7 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from harness import write_jsonl
 
 from toolkit.common import UserError
-from toolkit.data.audit import DataError
+from toolkit.data.auditing.audit import DataError
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render, show
 from toolkit.recipe import Recipe

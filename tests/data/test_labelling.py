@@ -11,7 +11,7 @@ from data_fixtures import plain_tokenizer
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data.labelling import Labeller
+from toolkit.data.encoding.labelling import Labeller
 from toolkit.data.rows import IGNORE
 
 PIECES = [

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.messages import read_messages, read_tools
-from toolkit.data.recognition import recognise
-from toolkit.data.task import Task
+from toolkit.data.formats.messages import read_messages, read_tools
+from toolkit.data.formats.recognition import recognise
+from toolkit.data.formats.task import Task
 from toolkit.recipe.data import Source
 
 ASKED, ANSWERED = {"role": "user", "content": "Late?"}, {"role": "assistant", "content": "No."}

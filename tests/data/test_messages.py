@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.messages import further_fields, read_messages, read_tools, without_use
+from toolkit.data.formats.messages import further_fields, read_messages, read_tools, without_use
 
 SPEAKERS = {
     "system": "system",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.other_forms import refuse_other_forms
+from toolkit.data.formats.other_forms import refuse_other_forms
 
 TOOLS = [{"name": "f"}]
 OTHER: list[tuple[dict[str, Any], str, str]] = [

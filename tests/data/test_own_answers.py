@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from recipes import recipe_of
 from toolkit.data import own_answers
-from toolkit.data.collate import Collator, documents_of
+from toolkit.data.batching.collate import Collator, documents_of
 from toolkit.data.own_answers import longest_rows, prompt_lengths, prompts_of
 from toolkit.data.rows import IGNORE
 

@@ -18,11 +18,11 @@ from harness import write_jsonl
 
 from toolkit.common import UserError
 from toolkit.data import prepare as prepare_module
-from toolkit.data import sources
-from toolkit.data.audit import DataError
+from toolkit.data.auditing.audit import DataError
 from toolkit.data.mixture import mix
 from toolkit.data.prepare import Prepared, prepare, sequence_lengths
 from toolkit.data.preview import show
+from toolkit.data.reading import sources
 from toolkit.data.rows import Sample
 from toolkit.data.statistics import statistics_of
 from toolkit.recipe import Recipe

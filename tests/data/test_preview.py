@@ -12,7 +12,7 @@ from data_fixtures import STOP, chat_row, chatml_tokenizer, recipe
 from harness import write_jsonl
 
 from toolkit.common import printable
-from toolkit.data.audit import Problem
+from toolkit.data.auditing.audit import Problem
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render, show
 from toolkit.data.rows import IGNORE

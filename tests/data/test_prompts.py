@@ -10,9 +10,9 @@ from harness import write_jsonl
 
 from toolkit.cli.main import main as toolkit
 from toolkit.common import UserError
-from toolkit.data.recognition import recognise
+from toolkit.data.formats.recognition import recognise
+from toolkit.data.formats.task import Task, is_empty
 from toolkit.data.rows import Chat, Completion, Prompted, from_json, to_json
-from toolkit.data.task import Task, is_empty
 from toolkit.recipe.data import Source
 
 USER = {"role": "user", "content": "2 + 2"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.data.proposal import proposal
+from toolkit.data.formats.proposal import proposal
 from toolkit.recipe.data import FORMATS, OF_OBJECTIVES
 
 FORMS = [name for name in FORMATS if name not in OF_OBJECTIVES]

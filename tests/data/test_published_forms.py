@@ -15,11 +15,11 @@ import pytest
 from data_fixtures import plain_tokenizer
 
 from toolkit.common import UserError
-from toolkit.data.columns import MEDIA, REFUSED
-from toolkit.data.encode import Encoder
-from toolkit.data.recognition import recognise
+from toolkit.data.encoding.encode import Encoder
+from toolkit.data.formats.columns import MEDIA, REFUSED
+from toolkit.data.formats.recognition import recognise
+from toolkit.data.formats.task import Task
 from toolkit.data.rows import IGNORE
-from toolkit.data.task import Task
 from toolkit.recipe.data import Source
 
 CHATML = """\

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.recognition import recognise
+from toolkit.data.formats.recognition import recognise
+from toolkit.data.formats.task import Task, is_empty
 from toolkit.data.rows import Chat, Completion, Preference
-from toolkit.data.task import Task, is_empty
 from toolkit.recipe.data import Source
 
 

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data import readers
-from toolkit.data.readers import ACCEPTED, kind, read
+from toolkit.data.reading import readers
+from toolkit.data.reading.readers import ACCEPTED, kind, read
 
 ROWS = [{"text": "a", "n": "1"}, {"text": "b\u2028c", "n": "2"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
@@ -92,7 +92,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error_with_words(name: 
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=1000)
     reading = (
-        "import os, sys; from pathlib import Path; from toolkit.data.readers import read\n"
+        "import os, sys; from pathlib import Path; from toolkit.data.reading.readers import read\n"
         "rows = read(Path(sys.argv[1])); next(rows); os.truncate(sys.argv[1], 100_000); print(len(list(rows)))"
     )
     done = subprocess.run([sys.executable, "-c", reading, str(path)], capture_output=True, text=True)

@@ -9,11 +9,11 @@ import pytest
 from data_fixtures import plain_tokenizer
 
 from toolkit.common import UserError
-from toolkit.data.encode import Encoder
-from toolkit.data.recognition import recognise
-from toolkit.data.related import Texts, key_of
+from toolkit.data.encoding.encode import Encoder
+from toolkit.data.formats.recognition import recognise
+from toolkit.data.formats.related import Texts, key_of
+from toolkit.data.formats.task import Task, is_empty
 from toolkit.data.rows import Related, from_json, sides, to_json
-from toolkit.data.task import Task, is_empty
 from toolkit.data.tokenization import Chunker
 from toolkit.recipe.data import Source
 from toolkit.recipe.embedding import Embedding

@@ -20,8 +20,8 @@ import fsspec
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.remote import find
-from toolkit.data.sources import open_source
+from toolkit.data.reading.remote import find
+from toolkit.data.reading.sources import open_source
 from toolkit.recipe.data import Source
 
 ROWS = [{"text": "one"}, {"text": "two"}]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from toolkit.data.collate import Collator
+from toolkit.data.batching.collate import Collator
+from toolkit.data.batching.shared_prefixes import LEAST, Document, Row, documents_in, in_common
 from toolkit.data.rows import IGNORE
-from toolkit.data.shared_prefixes import LEAST, Document, Row, documents_in, in_common
 
 
 def document(ids: list[int], trained_from: int | None) -> Document:

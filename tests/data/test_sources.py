@@ -17,8 +17,8 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from harness import write_jsonl
 
 from toolkit.common import UserError
-from toolkit.data import sources
-from toolkit.data.sources import open_source, split_of
+from toolkit.data.reading import sources
+from toolkit.data.reading.sources import open_source, split_of
 from toolkit.recipe.data import Source
 
 

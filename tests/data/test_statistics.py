@@ -13,10 +13,10 @@ import pytest
 from data_fixtures import chatml_tokenizer
 from harness import write_jsonl
 
-from toolkit.data.answer_batches import AnswerCollator, PromptCollator
-from toolkit.data.batches import cut
-from toolkit.data.collate import Collator
-from toolkit.data.head_batches import HeadCollator
+from toolkit.data.batching.answer_batches import AnswerCollator, PromptCollator
+from toolkit.data.batching.batches import cut
+from toolkit.data.batching.collate import Collator
+from toolkit.data.batching.head_batches import HeadCollator
 from toolkit.data.prepare import prepare
 from toolkit.data.statistics import DataStatistics, record, statistics_of
 from toolkit.distributed.layout import batch_layout

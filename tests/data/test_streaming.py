@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader
 
 from toolkit.common import UserError
 from toolkit.data import streaming
-from toolkit.data.encode import Encoder
+from toolkit.data.encoding.encode import Encoder
+from toolkit.data.formats.task import Task
 from toolkit.data.prepare import prepare
-from toolkit.data.readers import read
+from toolkit.data.reading.readers import read
+from toolkit.data.reading.sources import open_source
 from toolkit.data.rows import Chat, Text
-from toolkit.data.sources import open_source
 from toolkit.data.streaming import Stream
-from toolkit.data.task import Task
 from toolkit.data.tokenization import Chunker
 from toolkit.train.main import main
 
@@ -80,7 +80,7 @@ def test_first_sequences_take_few_rows_which_another_thread_tokenises(
             yield row
 
     monkeypatch.setattr(Chunker, "__call__", noted)
-    monkeypatch.setattr("toolkit.data.readers.read", counted)
+    monkeypatch.setattr("toolkit.data.reading.readers.read", counted)
     rows = iter(stream)
     next(rows)
     rows.close()

@@ -22,7 +22,9 @@ from harness import write_jsonl
 
 from toolkit.common import UserError, in_background
 from toolkit.data import tokenization
-from toolkit.data.encode import Encoder
+from toolkit.data.encoding.encode import Encoder
+from toolkit.data.formats.task import Task, is_empty
+from toolkit.data.reading.sources import open_source
 from toolkit.data.row_table import collect
 from toolkit.data.rows import (
     IGNORE,
@@ -38,8 +40,6 @@ from toolkit.data.rows import (
     from_json,
     to_json,
 )
-from toolkit.data.sources import open_source
-from toolkit.data.task import Task, is_empty
 from toolkit.data.tokenization import Chunker, pack, tokenise
 from toolkit.recipe.data import Source
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import sdpa_attention
 
 from toolkit.common import UserError
-from toolkit.data.collate import Collator
+from toolkit.data.batching.collate import Collator
 from toolkit.distributed.engines import dtypes
 from toolkit.models import device
 from toolkit.models.attention import attention_kernels, backends, varlen

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.data.collate import Collator
-from toolkit.data.part_batches import PartCollator
+from toolkit.data.batching.collate import Collator
+from toolkit.data.batching.part_batches import PartCollator
 from toolkit.models.attention.attention_kernels import varlen_attention
 from toolkit.models.parallel import context_parallel, shared_rows
 

@@ -11,7 +11,7 @@ import torch
 from small import place_with, set_up
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from toolkit.data.collate import Collator
+from toolkit.data.batching.collate import Collator
 from toolkit.data.rows import IGNORE
 from toolkit.models.embedding_noise import add_noise
 

@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from toolkit.data.collate import Collator
-from toolkit.data.head_batches import HeadCollator, apart, texts_of, tokens_of
+from toolkit.data.batching.collate import Collator
+from toolkit.data.batching.head_batches import HeadCollator, apart, texts_of, tokens_of
 from toolkit.data.rows import IGNORE
 from toolkit.models.attention import backends
 from toolkit.models.attention.attention_kernels import register

@@ -19,7 +19,7 @@ from head_products import HeadProducts
 from torch.nn import functional as F
 from trl.trainer import utils as trl_utils
 
-from toolkit.data.encode import IGNORE
+from toolkit.data.encoding.encode import IGNORE
 from toolkit.models.output_heads import fused_head, head_chunk
 from toolkit.models.output_heads.head_chunk import ON_CPU
 from toolkit.planner.trace.types import CHUNK

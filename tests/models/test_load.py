@@ -23,7 +23,7 @@ from tiny import tiny_gguf, tiny_model
 from transformers import LlamaConfig
 
 from toolkit.common import UserError, printable
-from toolkit.data.chat_template import OF_PROCESSORS
+from toolkit.data.encoding.chat_template import OF_PROCESSORS
 from toolkit.distributed.engines import dtypes
 from toolkit.models import device
 from toolkit.models import load as load_module

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.data.collate import Collator
+from toolkit.data.batching.collate import Collator
 from toolkit.models.output_heads import head_chunk
 from toolkit.models.output_heads.head_choice import add_output_head, choose
 from toolkit.models.output_heads.output_head import HeadChoice

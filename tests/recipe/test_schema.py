@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from recipes import recipe_of
-from toolkit.data import chat_template
+from toolkit.data.encoding import chat_template
 from toolkit.recipe import Recipe
 from toolkit.recipe.schema import CHAT_TEMPLATES
 from toolkit.recipe.sections import Batch, Optimizer

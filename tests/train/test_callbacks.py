@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from toolkit.data.batches import FixedOrder, MicroBatches
+from toolkit.data.batching.batches import FixedOrder, MicroBatches
 from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.report.terminal import Progress
 from toolkit.train import callbacks

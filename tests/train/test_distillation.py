@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.common import UserError
-from toolkit.data.collate import documents_of
+from toolkit.data.batching.collate import documents_of
 from toolkit.data.rows import IGNORE
 from toolkit.models.load import ModelSource
 from toolkit.models.streamed_layers import stream_layers

@@ -19,7 +19,7 @@ from tiny import perturb, tiny_model, tiny_tokenizer
 from transformers import CONFIG_MAPPING
 
 from toolkit.cli.main import main as toolkit
-from toolkit.data.batches import FixedOrder
+from toolkit.data.batching.batches import FixedOrder
 from toolkit.data.rewards import Scorer
 from toolkit.models.tiny import tiny_model as shrunk
 from toolkit.recipe.rules import load_checked

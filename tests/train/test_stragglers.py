@@ -20,7 +20,7 @@ place = place_with("llama")
 SLOW = """
 import os, time
 import cpu_engines
-from toolkit.data import collate
+from toolkit.data.batching import collate
 from toolkit.train.health import stragglers, watchdog
 from toolkit.train.trainers import trainer
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
 from trl import SFTTrainer
 
 from toolkit import data
-from toolkit.data.collate import mask_of
+from toolkit.data.batching.collate import mask_of
 from toolkit.data.prepare import prepare
 from toolkit.models.load import ModelSource
 from toolkit.recipe import load

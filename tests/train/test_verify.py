@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from toolkit.common import UserError
-from toolkit.data.batches import MicroBatches
+from toolkit.data.batching.batches import MicroBatches
 from toolkit.distributed.engine_state import EngineState, expected_state
 from toolkit.distributed.layout import batch_layout
 from toolkit.models.load import ModelSource

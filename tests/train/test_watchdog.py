@@ -21,7 +21,7 @@ ENDLESS = ["recipe=small", "max_steps=4000", "batch.micro_batch_size=1"]
 HANGS = """
 import ctypes, os, threading, time
 import cpu_engines
-from toolkit.data import collate
+from toolkit.data.batching import collate
 from toolkit.train import train
 from toolkit.train.trainers import trainer
 from toolkit.train.health import watchdog

@@ -28,12 +28,12 @@ from tiny import tiny_gguf
 
 from recipes import BASE
 from toolkit.common import UserError, printable
-from toolkit.data import chat_template
-from toolkit.data.encode import Encoder
+from toolkit.data.encoding import chat_template
+from toolkit.data.encoding.encode import Encoder
+from toolkit.data.formats.task import Task
+from toolkit.data.reading.sources import open_source
 from toolkit.data.row_table import open_rows
 from toolkit.data.rows import Chat
-from toolkit.data.sources import open_source
-from toolkit.data.task import Task
 from toolkit.data.tokenization import Chunker
 from toolkit.distributed.engines import dtypes
 from toolkit.models.load import ModelSource

@@ -14,8 +14,8 @@ from small import LORA, RECIPE
 from tiny import chat_rows, tiny_model
 
 from toolkit.cli.main import main as cli
+from toolkit.data.batching.shared_prefixes import Row
 from toolkit.data.sample import sampled
-from toolkit.data.shared_prefixes import Row
 from toolkit.models.attention import varlen
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find

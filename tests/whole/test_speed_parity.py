@@ -17,7 +17,7 @@ import toolkit.models.adapters as adapters
 import toolkit.train.batching as batching
 import toolkit.train.trainers.objectives as objectives
 import toolkit.train.setup as setup
-from toolkit.data.batches import MicroBatches
+from toolkit.data.batching.batches import MicroBatches
 from toolkit.models.output_heads.output_head import HeadChoice
 
 class ByNumber(MicroBatches):

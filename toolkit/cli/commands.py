@@ -369,10 +369,10 @@ def data(options: argparse.Namespace) -> None:
     """Prepare and audit the data of a recipe."""
     loaded = _load(options)
     use_own(loaded.recipe.repositories)
-    from toolkit.data.audit import DataError
+    from toolkit.data.auditing.audit import DataError
+    from toolkit.data.auditing.problems import with_settings
     from toolkit.data.prepare import prepare
     from toolkit.data.preview import render, show
-    from toolkit.data.problems import with_settings
     from toolkit.models.load import ModelSource
 
     source = ModelSource.open(loaded.recipe)

@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from toolkit.common import UserError
-from toolkit.data import readers, remote
-from toolkit.data.recognition import recognise
-from toolkit.data.sources import open_source
-from toolkit.data.task import Task, is_empty
+from toolkit.data.formats.recognition import recognise
+from toolkit.data.formats.task import Task, is_empty
+from toolkit.data.reading import readers, remote
+from toolkit.data.reading.sources import open_source
 from toolkit.recipe import Problem, Recipe, origin_of
 from toolkit.recipe.data import Source
 

@@ -28,22 +28,22 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.cache import cache_dir
 from toolkit.common import UserError
-from toolkit.data import audit as auditing
-from toolkit.data.borrowed import with_others
-from toolkit.data.chat_template import check_variables
-from toolkit.data.classes import survey
-from toolkit.data.encode import Encoder
-from toolkit.data.messages import without_use
+from toolkit.data.auditing import audit as auditing
+from toolkit.data.auditing.classes import survey
+from toolkit.data.auditing.problems import find_problems
+from toolkit.data.batching.shared_prefixes import drawn, in_common
+from toolkit.data.encoding.chat_template import check_variables
+from toolkit.data.encoding.encode import Encoder
+from toolkit.data.formats.borrowed import with_others
+from toolkit.data.formats.messages import without_use
+from toolkit.data.formats.task import Task
 from toolkit.data.mixture import Indices, counts_for_usable, mix, weighs
 from toolkit.data.own_answers import longest_rows, prompts_of
-from toolkit.data.problems import find_problems
+from toolkit.data.reading.sources import Reader, open_source
 from toolkit.data.row_table import collect
 from toolkit.data.rows import Chat, Sample, from_json, sides
-from toolkit.data.shared_prefixes import drawn, in_common
-from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics, answered, record
 from toolkit.data.streaming import AUDITED_ROWS, Stream
-from toolkit.data.task import Task
 from toolkit.data.token_table import TokenTable
 from toolkit.data.tokenization import Chunker, pack, tokenise
 from toolkit.files import write_json
@@ -68,7 +68,7 @@ class Prepared:
             labelled rows labels has one number, of tagged words those at first tokens. Of texts that belong together
             seq_lengths has tokens of each, keys by which equal ones are known, and score what a pair is given.
         eval: Held-out rows, never packed; None if the recipe has none.
-        audit: The figures of `toolkit.data.audit`.
+        audit: The figures of `toolkit.data.auditing.audit`.
         samples: Rows to generate for, held out ones if there are any.
         fingerprint: Changes whenever any of the above changes.
         path: Folder that holds it all.

@@ -10,7 +10,7 @@ import textwrap
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.common import brief, fitted, printable, table
-from toolkit.data.audit import Audit, in_sentences
+from toolkit.data.auditing.audit import Audit, in_sentences
 from toolkit.data.prepare import Prepared
 from toolkit.data.rewards import ANSWER
 from toolkit.data.rows import IGNORE

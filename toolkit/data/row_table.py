@@ -19,22 +19,22 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from toolkit.common import UserError
-from toolkit.data.audit import SourceFigures
-from toolkit.data.columns import EMPTY, names_in, verdict
-from toolkit.data.formats import RowFormat
-from toolkit.data.messages import further_fields
-from toolkit.data.prompts import PromptFormat
-from toolkit.data.ratings import beside_answers, is_worse
-from toolkit.data.readers import RawRow
-from toolkit.data.recognition import recognise
+from toolkit.data.auditing.audit import SourceFigures
+from toolkit.data.formats.columns import EMPTY, names_in, verdict
+from toolkit.data.formats.conversion import RowFormat
+from toolkit.data.formats.messages import further_fields
+from toolkit.data.formats.prompts import PromptFormat
+from toolkit.data.formats.ratings import beside_answers, is_worse
+from toolkit.data.formats.recognition import recognise
+from toolkit.data.formats.task import Task, has_empty_turn, is_empty, is_missing_value
+from toolkit.data.reading.readers import RawRow
+from toolkit.data.reading.sources import Reader
 from toolkit.data.rows import (
     Chat,
     Row,
     sides,
     to_json,
 )
-from toolkit.data.sources import Reader
-from toolkit.data.task import Task, has_empty_turn, is_empty, is_missing_value
 
 FIRST_ROWS = 100
 """By so many rows the format of a source is recognised."""

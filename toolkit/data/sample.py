@@ -17,10 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.common import UserError, first_line
-from toolkit.data import readers
+from toolkit.data.batching.shared_prefixes import COMPARED, Document, in_common
+from toolkit.data.formats.recognition import recognise
+from toolkit.data.formats.task import Task
 from toolkit.data.own_answers import longest_rows
-from toolkit.data.readers import RawRow
-from toolkit.data.recognition import recognise
+from toolkit.data.reading import readers
+from toolkit.data.reading.readers import RawRow
+from toolkit.data.reading.sources import Reader, open_source
 from toolkit.data.rows import (
     IGNORE,
     Chat,
@@ -34,10 +37,7 @@ from toolkit.data.rows import (
     Tokens,
     sides,
 )
-from toolkit.data.shared_prefixes import COMPARED, Document, in_common
-from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics
-from toolkit.data.task import Task
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.data import Source
 from toolkit.recipe.prefixes import may_begin_alike

@@ -135,7 +135,7 @@ class DataStatistics:
         # What asks for a plan must answer at once, also where no data is counted.
         import numpy as np
 
-        from toolkit.data.batches import ALIGNED, cut
+        from toolkit.data.batching.batches import ALIGNED, cut
 
         shares = np.random.default_rng(0).random((max(1, min(_EPOCHS * self.rows, _DRAWN) // size), size))
         quantiles = self.lengths(flat)

@@ -22,11 +22,11 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from toolkit.common import UserError, in_background
-from toolkit.data.formats import RowFormat
-from toolkit.data.prompts import PromptFormat
+from toolkit.data.formats.conversion import RowFormat
+from toolkit.data.formats.prompts import PromptFormat
+from toolkit.data.formats.task import Task, is_empty
+from toolkit.data.reading.sources import Reader
 from toolkit.data.row_table import open_rows
-from toolkit.data.sources import Reader
-from toolkit.data.task import Task, is_empty
 from toolkit.data.tokenization import FEATURES, Chunker, pack
 from toolkit.recipe import Recipe
 

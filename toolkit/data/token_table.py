@@ -11,11 +11,11 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from toolkit.data import audit as auditing
-from toolkit.data.answers import Pairs, Prompts, Verdicts
-from toolkit.data.classes import Survey
+from toolkit.data.auditing import audit as auditing
+from toolkit.data.auditing.answers import Pairs, Prompts, Verdicts
+from toolkit.data.auditing.classes import Survey
+from toolkit.data.formats.related import Texts, form_of
 from toolkit.data.mixture import Indices
-from toolkit.data.related import Texts, form_of
 from toolkit.data.rewards import ANSWER, Scorer, is_one_number, needs_reference
 from toolkit.data.tokenization import Chunker
 from toolkit.recipe import Recipe

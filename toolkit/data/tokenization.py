@@ -25,9 +25,9 @@ from datasets import Dataset, Features, List, Value
 from numpy.typing import NDArray
 
 from toolkit.common import UserError, usable_cores
-from toolkit.data.encode import Encoded, Encoder, Rendered
-from toolkit.data.label_encoding import closing
-from toolkit.data.related import key_of
+from toolkit.data.encoding.encode import Encoded, Encoder, Rendered
+from toolkit.data.encoding.label_encoding import closing
+from toolkit.data.formats.related import key_of
 from toolkit.data.row_table import in_utf8
 from toolkit.data.rows import (
     IGNORE,

@@ -31,9 +31,9 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from toolkit.common import UserError
-from toolkit.data import hub
-from toolkit.data.chat_template import OF_PROCESSORS, load_chat_template, processor_template
-from toolkit.data.encode import no_embedding
+from toolkit.data.encoding.chat_template import OF_PROCESSORS, load_chat_template, processor_template
+from toolkit.data.encoding.encode import no_embedding
+from toolkit.data.reading import hub
 from toolkit.distributed.engines import Dtypes, loads_on_device
 from toolkit.models import device, gguf_header, zero3_loading
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from toolkit.common import in_a_line
-from toolkit.data.collate import Collator, isolates
+from toolkit.data.batching.collate import Collator, isolates
 from toolkit.models.attention import attention_kernels, backends
 from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource

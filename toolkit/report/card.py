@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from toolkit.common import compact, concealed, duration, perplexity_of, perplexity_text
-from toolkit.data.readers import KINDS
+from toolkit.data.reading.readers import KINDS
 from toolkit.files import write_atomically
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.config_limits import read_config

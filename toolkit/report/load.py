@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from toolkit.cache import LOCK, is_held
-from toolkit.data.audit import Audit
+from toolkit.data.auditing.audit import Audit
 from toolkit.data.rows import Sample
 from toolkit.files import read_file
 from toolkit.report import evaluation, held_out_rows

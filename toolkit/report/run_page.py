@@ -28,7 +28,7 @@ from toolkit.common import (
     perplexity_text,
     seconds_text,
 )
-from toolkit.data.audit import Audit, in_sentences
+from toolkit.data.auditing.audit import Audit, in_sentences
 from toolkit.files import write_atomically
 from toolkit.planner.plan import Plan, Range
 from toolkit.recipe.files import read

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.common import bytes_text, compact, seconds_text
-from toolkit.data.audit import Audit, Bucket, Lengths
+from toolkit.data.auditing.audit import Audit, Bucket, Lengths
 from toolkit.report import plan_view
 from toolkit.report.load import WARM_UP_STEPS, Record, Speed, number
 from toolkit.report.manifest import Machine, Manifest

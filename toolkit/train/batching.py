@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from toolkit.data.answer_batches import AnswerCollator, JudgedCollator, PromptCollator
-from toolkit.data.batches import ALIGNED, FixedOrder, MicroBatches, Repeated
-from toolkit.data.collate import Collator, Layout
-from toolkit.data.head_batches import HeadCollator
+from toolkit.data.batching.answer_batches import AnswerCollator, JudgedCollator, PromptCollator
+from toolkit.data.batching.batches import ALIGNED, FixedOrder, MicroBatches, Repeated
+from toolkit.data.batching.collate import Collator, Layout
+from toolkit.data.batching.head_batches import HeadCollator
+from toolkit.data.batching.part_batches import PartCollator
 from toolkit.data.own_answers import longest_rows, prompts_of
-from toolkit.data.part_batches import PartCollator
 from toolkit.data.prepare import answer_lengths, sequence_lengths
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import device

@@ -12,10 +12,10 @@ import functools
 import logging
 from typing import Any
 
-from toolkit.data.audit import Audit, DataError
+from toolkit.data.auditing.audit import Audit, DataError
+from toolkit.data.auditing.problems import with_settings
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
-from toolkit.data.problems import with_settings
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout, run_length

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.data.batches import MicroBatches
+from toolkit.data.batching.batches import MicroBatches
 from toolkit.distributed.engine_state import EngineState
 from toolkit.models import compiled_layers, coverage, device, liger_kernels
 from toolkit.models.parallel.parts import sizes as parts

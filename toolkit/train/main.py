@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from toolkit.common import UserError, bytes_text, given_up, in_a_line, panicked
-from toolkit.data import hub
+from toolkit.data.reading import hub
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World

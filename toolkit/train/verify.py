@@ -18,8 +18,8 @@ from accelerate.utils import send_to_device
 from transformers import TrainerCallback
 
 from toolkit.common import UserError
-from toolkit.data.collate import Collator, isolates
-from toolkit.data.encode import IGNORE
+from toolkit.data.batching.collate import Collator, isolates
+from toolkit.data.encoding.encode import IGNORE
 from toolkit.distributed.engine_state import EngineState, expected_state
 from toolkit.distributed.engines import fsdp_mesh
 from toolkit.models import device

@@ -23,7 +23,7 @@ import torch
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
-from toolkit.data.encode import IGNORE
+from toolkit.data.encoding.encode import IGNORE
 from toolkit.models.output_heads.head_chunk import JUDGED, chunks, head_chunk
 from toolkit.models.parallel.layer_sums import largest_over_parts, one_for_parts, sum_over_parts
 from toolkit.models.parallel.tensor_parallel import Part

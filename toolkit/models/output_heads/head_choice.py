@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
-from toolkit.data.collate import Collator
-from toolkit.data.encode import IGNORE
+from toolkit.data.batching.collate import Collator
+from toolkit.data.encoding.encode import IGNORE
 from toolkit.models.balance import of_text
 from toolkit.models.output_heads.output_head import HeadChoice, OutputHead, at, from_logits
 from toolkit.models.output_heads.pair_head import PairHead

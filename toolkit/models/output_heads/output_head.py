@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput
 
-from toolkit.data.encode import IGNORE
+from toolkit.data.encoding.encode import IGNORE
 from toolkit.models.balance import leave_out_padding, of_text
 from toolkit.models.output_heads.fused_head import scoring
 

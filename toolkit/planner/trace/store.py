@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from toolkit import cache, own_process
 from toolkit.common import UserError, concealed, in_a_line
-from toolkit.data import hub
+from toolkit.data.reading import hub
 from toolkit.hub_cache import use_own
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.every import every_nth

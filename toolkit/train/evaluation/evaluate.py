@@ -19,8 +19,8 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from toolkit.common import UserError, first_line
-from toolkit.data.audit import Audit
-from toolkit.data.encode import Encoder
+from toolkit.data.auditing.audit import Audit
+from toolkit.data.encoding.encode import Encoder
 from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.data.thoughts import text_of

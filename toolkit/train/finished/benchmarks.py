@@ -19,8 +19,8 @@ import datasets
 import numpy as np
 
 from toolkit.common import UserError, in_a_line
-from toolkit.data.audit import Audit
-from toolkit.data.chat_spans import as_read
+from toolkit.data.auditing.audit import Audit
+from toolkit.data.encoding.chat_spans import as_read
 from toolkit.distributed.engines import dtypes
 from toolkit.models.load import ModelSource
 from toolkit.recipe.load import load_resolved

@@ -21,7 +21,7 @@ from rich.text import Text
 from transformers import TextStreamer
 
 from toolkit.common import UserError, printable
-from toolkit.data.encode import Encoder
+from toolkit.data.encoding.encode import Encoder
 from toolkit.data.rows import Chat
 from toolkit.data.thoughts import spoken, text_of
 from toolkit.distributed.engines import dtypes

@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from toolkit.common import PAGED, UserError, brief, first_line, in_a_line, on_screen, printable
-from toolkit.data.audit import Audit
+from toolkit.data.auditing.audit import Audit
 from toolkit.distributed.engines import dtypes
 from toolkit.files import read_file
 from toolkit.models import own_attention

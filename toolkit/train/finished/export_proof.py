@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from toolkit.data.answer_batches import answers_of
+from toolkit.data.batching.answer_batches import answers_of
 from toolkit.data.prepare import prepare
 from toolkit.data.rows import IGNORE
 from toolkit.models.load import ModelSource

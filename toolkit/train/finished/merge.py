@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from toolkit.common import UserError, bytes_text, count_text
-from toolkit.data.collate import IGNORE
+from toolkit.data.batching.collate import IGNORE
 from toolkit.data.prepare import prepare
 from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.files import write_json

@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError,
 from huggingface_hub.utils import get_session, validate_repo_id
 
 from toolkit.common import UserError, bytes_text, count_text, in_a_line
-from toolkit.data.hub import silence
+from toolkit.data.reading.hub import silence
 from toolkit.files import write_atomically
 from toolkit.recipe.load import load_resolved
 from toolkit.recipe.model_configs import BUILTIN_MODELS

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.data.answer_batches import answered_row
-from toolkit.data.collate import documents_of
+from toolkit.data.batching.answer_batches import answered_row
+from toolkit.data.batching.collate import documents_of
 from toolkit.data.own_answers import prompt_lengths, writable
 from toolkit.data.rows import IGNORE
 from toolkit.distributed.engines import teacher_dtype

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 
-from toolkit.data.collate import mask_of
-from toolkit.data.head_batches import texts_of
+from toolkit.data.batching.collate import mask_of
+from toolkit.data.batching.head_batches import texts_of
 from toolkit.models.device import sent
 from toolkit.models.losses.embedding import losses_and_gradient, pooled, pooled_flat
 from toolkit.recipe.embedding import COSENT, Embedding

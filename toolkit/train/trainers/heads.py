@@ -20,8 +20,8 @@ from transformers import Trainer
 from trl.trainer.utils import disable_dropout_in_model
 
 from toolkit.common import UserError
-from toolkit.data.batches import ALIGNED
-from toolkit.data.head_batches import HeadCollator, apart, texts_of, tokens_of
+from toolkit.data.batching.batches import ALIGNED
+from toolkit.data.batching.head_batches import HeadCollator, apart, texts_of, tokens_of
 from toolkit.data.rows import IGNORE
 from toolkit.models import device
 from toolkit.models.heads import read_at

@@ -20,8 +20,8 @@ from accelerate.utils import send_to_device
 from torch.distributed.pipelining.schedules import ScheduleGPipe, ScheduleZBVZeroBubble
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from toolkit.data.collate import TWO_DOCUMENTS
-from toolkit.data.encode import IGNORE
+from toolkit.data.batching.collate import TWO_DOCUMENTS
+from toolkit.data.encoding.encode import IGNORE
 from toolkit.models.parallel.pipeline import CACHES, Chain, chain, draw_apart, piped, pipeline_group
 from toolkit.models.parallel.stage import SCHEDULES, Sent, Stage, Whole, schedule_of, shape_of
 from toolkit.train.checkpoints.divided import answering

@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import gather_object
 
 from toolkit.common import UserError
-from toolkit.data.answer_batches import PromptCollator
+from toolkit.data.batching.answer_batches import PromptCollator
 from toolkit.files import write_atomically
 from toolkit.models.device import sent
 from toolkit.models.lora_products import without_adapters

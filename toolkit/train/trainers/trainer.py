@@ -23,7 +23,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTTrainer
 
 from toolkit.common import UserError, concealed
-from toolkit.data.batches import MicroBatches
+from toolkit.data.batching.batches import MicroBatches
 from toolkit.files import write_atomically
 from toolkit.models.attention.attention_kernels import keep_attention
 from toolkit.models.embedding_noise import add_noise

@@ -1,0 +1,1 @@
+"""Which rows make a step and a micro-batch, and the tensors of a batch."""

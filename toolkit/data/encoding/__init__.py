@@ -1,0 +1,1 @@
+"""A row becomes tokens and labels: chat templates, turns, and which characters are trained."""

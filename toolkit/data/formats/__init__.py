@@ -1,0 +1,1 @@
+"""What rows of public data sets mean: formats are recognised and converted."""

@@ -1,0 +1,1 @@
+"""Where data is stored, and how files become rows."""
