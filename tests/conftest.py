@@ -80,7 +80,7 @@ def nothing_concealed() -> None:
 
 
 _GROUPS = {"expert_parallel": "_GROUP", "layer_sums": "_GROUP", "pipeline": "_GROUPS", "shared_rows": "_GROUP"}
-"""Where modules of `toolkit.models` note the groups of processes that they have made."""
+"""Where modules of `toolkit.models.parallel` note the groups of processes that they have made."""
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def no_groups_left() -> Iterator[None]:
     crashes."""
     yield
     for name, groups in _GROUPS.items():
-        if module := sys.modules.get(f"toolkit.models.{name}"):
+        if module := sys.modules.get(f"toolkit.models.parallel.{name}"):
             getattr(module, groups).clear()
 
 
