@@ -142,6 +142,7 @@ class RunFolder:
         self.update_manifest(
             name=self.path.name,
             command=" ".join(["python", shlex.join(sys.argv)]),
+            working_folder=os.getcwd(),
             started=before.started or now(),
             restarts=int(os.environ.get("TOOLKIT_RESTARTS", 0)),
             finished=None,
