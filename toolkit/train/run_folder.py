@@ -135,6 +135,7 @@ class RunFolder:
         self.accepted = True
         if (self.path / MANIFEST) in self.passed_over:
             set_aside(self.path / MANIFEST)
+        checkpoint.keep_unread(self.passed_over)
         with _WRITING:
             remove_partial(self.path)
         while self._waiting:
