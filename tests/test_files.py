@@ -31,7 +31,7 @@ from toolkit.files import (
 
 def test_a_disk_too_small_is_refused_with_both_numbers(tmp_path: Path) -> None:
     check_disk(tmp_path, 1000, "the model needs", "name another disk")
-    with pytest.raises(UserError, match=r"GB of disk left; the model needs 10000000\.00 GB\n  name another disk"):
+    with pytest.raises(UserError, match=r"iB of disk left; the model needs 9,095 TiB\n  name another disk"):
         check_disk(tmp_path, 10**16, "the model needs", "name another disk")
 
 

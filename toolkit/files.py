@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import UserError, concealed
+from toolkit.common import UserError, bytes_text, concealed
 
 ALSO_OF_SOCKETS = (errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT)
 UNANSWERED = (errno.EIO, errno.ESTALE, *ALSO_OF_SOCKETS)
@@ -184,4 +184,4 @@ def check_disk(folder: Path, need: float, what: str, change: str) -> None:
     """Refuses, with what to change, `what` takes more bytes than the disk of a folder has left."""
     free = shutil.disk_usage(folder).free
     if free < need:
-        raise UserError(f"{folder} has {free / 1e9:.2f} GB of disk left; {what} {need / 1e9:.2f} GB", change)
+        raise UserError(f"{folder} has {bytes_text(free)} of disk left; {what} {bytes_text(need)}", change)

@@ -21,6 +21,8 @@ from toolkit.files import read_file, write_json
 
 _RECORD, _FORMER = "seal.json", "checkpoint.json"
 """The name of the record; what it was called before, in checkpoints that are still read."""
+UNREAD = "cannot be read"
+"""How `fault` begins where a disk does not let a folder be read, which may be whole."""
 _THREADS = 8
 """Files hashed at once; one thread takes 1 to 2 GB/s, the disk mostly less than all of them."""
 
@@ -105,7 +107,7 @@ def damage(folder: Path, sealed: Mapping[str, Sequence[Any]], raised: Container[
 
 def unread(error: OSError) -> str:
     """What `fault` says where reading ended with an error."""
-    return f"cannot be read: {error.strerror}: {error.filename}"
+    return f"{UNREAD}: {error.strerror}: {error.filename}"
 
 
 def _files(checkpoint: Path) -> list[str]:

@@ -331,8 +331,18 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"checkpoint.staging: .*/file/toolkit-staging-.* cannot be written"):
         machine(monkeypatch, tmp_path / "file", tmp_path / "run")
-    with pytest.raises(UserError, match=r"checkpoint\.staging: this machine's part of a checkpoint takes"):
-        FastFolder(recipe(tmp_path), World(), 2**60, aside(tmp_path / "run"))
+    with pytest.raises(
+        UserError, match=r"checkpoint\.staging: this machine's part of a checkpoint takes 1,048,576 TiB"
+    ):
+        FastFolder(recipe(tmp_path / "fast"), World(), 2**60, aside(tmp_path / "run"))
+    assert [*(tmp_path / "fast").iterdir()] == []  # Of a refused start nothing stays.
+
+
+def test_a_start_that_fails_leaves_nothing_on_the_fast_disk(ranks: Ranks, home: Path, fast: Path) -> None:
+    shutil.copytree(home / "llama", broken := home / "broken")
+    os.truncate(broken / "model.safetensors", 100_000)
+    _, code, said = run(ranks, home, "single", "broken", "", f"checkpoint.staging={fast}", "model.path=broken")
+    assert code and "broken" in said and fast.is_dir() and [*fast.iterdir()] == []
 
 
 @pytest.mark.parametrize("gone", [True, False])

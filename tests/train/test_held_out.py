@@ -10,7 +10,8 @@ import pytest
 import torch
 from harness import write_jsonl
 from pages import Page
-from small import LORA, NF4, SEQ2SEQ, place_with, trained, with_special_tokens
+from small import LORA, MODELS, NF4, SEQ2SEQ, place_with, trained, with_special_tokens
+from tiny import tiny_model
 
 from toolkit.cli.main import main as cli
 from toolkit.data.prepare import prepare
@@ -73,6 +74,25 @@ def test_a_run_that_went_on_from_an_adapter_began_with_it(capsys: pytest.Capture
     assert cli(["evaluate", str(run), "rows=3"]) == 1
     assert f"went on from the adapter {first / 'final'}, which is another one now" in capsys.readouterr().err
     assert cli(["evaluate", str(run), "rows=3", "before=false"]) == 0
+
+
+def test_commands_in_another_folder_read_what_the_run_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = trained("first-elsewhere", *LORA, *HELD_OUT)
+    run = trained("elsewhere", f"model.adapter={first / 'final'}", *HELD_OUT, "data.sources=[cha*.jsonl]").absolute()
+    samples = json.loads((run / "samples.json").read_text(encoding="utf-8"))
+    tiny_model(MODELS["llama"], tmp_path / "llama", seed=1)  # A relative path would lead to this one.
+    monkeypatch.chdir(tmp_path)
+    assert cli(["evaluate", str(run), "rows=3"]) == 0
+    for key in ("before", "after"):
+        assert [row[key] for row in lines(run)] == [row[key] for row in samples]
+    capsys.readouterr()
+    assert cli(["merge", str(run)]) == 0 and cli(["export", str(run), "format=int8"]) == 0
+    # Followed from here, as what was moved together with its run is, they lead to the other model.
+    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    (run / "manifest.json").write_text(json.dumps(manifest | {"working_folder": "/nowhere"}), encoding="utf-8")
+    assert cli(["evaluate", str(run), "rows=3"]) == 1
 
 
 def test_answers_do_not_depend_on_batches_and_the_base_can_be_left_out() -> None:

@@ -99,6 +99,22 @@ def test_what_was_not_written_in_full_is_not_completed(ranks: Ranks, home: Path)
     assert list(saved(folder)) == [4, 6] and not aside(folder / "checkpoints").exists()
 
 
+def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced_or_deleted(ranks: Ranks, home: Path) -> None:
+    straight, _, _ = run(ranks, home, "single", "single-straight")
+    folder, note = killed_in_save(straight, "unread", 6)
+    complete(folder / "checkpoints", json.loads(note.read_text(encoding="utf-8")), 2)
+    newest = folder / "checkpoints" / "checkpoint-6"
+    sealed = (newest / "seal.json").rename(home / "sealed")
+    (newest / "seal.json").symlink_to("/proc/self/mem")  # Reading it is an input/output error.
+    _, code, said = run(ranks, home, "single", folder.name)
+    assert code == 0 and list(saved(folder)) == [4, 6], said[-3000:]
+    kept = folder / "checkpoints" / "unread-checkpoint-6"
+    assert f"checkpoint-6 may be whole, and is kept as {kept.relative_to(home)}" in said
+    (kept / "seal.json").unlink()
+    sealed.rename(kept / "seal.json")
+    assert not fault(kept)
+
+
 def written_aside(folder: Path) -> Path:
     """A checkpoint of step 2 that all processes have written."""
     written = aside(folder) / "checkpoint-2"

@@ -37,7 +37,7 @@ def test_why_a_run_folder_cannot_be_written(place: Path) -> None:
     full = written_to("/dev/full")
     said = unwritable(place, full)
     assert said and said.what == f"{place} cannot be written: its disk is full"
-    assert re.match(r"free space there \(\d+\.\d\d GB are left\), lower checkpoint.save_total_limit", said.change)
+    assert re.match(r"free space there \([\d.,]+ [KMGT]iB are left\), lower checkpoint.save_total_limit", said.change)
     wrapped = RuntimeError("saving failed")
     wrapped.__cause__ = full
     assert unwritable(place, wrapped)

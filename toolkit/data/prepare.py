@@ -49,6 +49,7 @@ from toolkit.data.tokenization import Chunker, pack, tokenise
 from toolkit.files import write_json
 from toolkit.recipe import Recipe
 from toolkit.recipe.data import Source
+from toolkit.recipe.places import as_written
 from toolkit.recipe.prefixes import may_begin_alike
 from toolkit.seal import build_sealed
 
@@ -344,13 +345,14 @@ def _fingerprint(
     vocab_size: int | None,
     readers: list[Reader],
 ) -> str:
+    recipe = as_written(recipe)
     parts = {
         "version": CODE_VERSION,
         "data": recipe.data.model_dump(exclude={"num_proc", "num_workers", "sources", "eval_sources", "eval_seed"}),
         # Only where it is set: what was prepared without it is still right.
         **({} if recipe.data.eval_seed is None else {"eval_seed": recipe.data.eval_seed}),
         **({"shares": "of usable rows"} if weighs([each.weight for each in recipe.data.sources]) else {}),
-        "sources": [[reader.source.model_dump(), reader.fingerprint()] for reader in readers],
+        "sources": [[as_written(reader.source).model_dump(), reader.fingerprint()] for reader in readers],
         "objective": recipe.rows_for,
         "seq_len": recipe.batch.seq_len,
         "vocab_size": vocab_size,

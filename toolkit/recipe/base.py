@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 SHELL_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
@@ -37,6 +37,8 @@ class Section(BaseModel):
 
     main_key: ClassVar[str | None] = None
     """The key that a section given as a word sets: `optimizer: sgd`, or `optimizer=sgd`, is `optimizer.name`."""
+    _written: dict[str, str] = PrivateAttr(default_factory=dict)
+    """Paths as they were written, by key, where they are followed from another folder, see `places`."""
 
     @field_validator("*")
     @classmethod

@@ -31,6 +31,7 @@ from toolkit.recipe.dotted import interpolated, parts, remove, value_at
 from toolkit.recipe.errors import ENOUGH, Origins, RecipeError, from_validation_error, origin_of
 from toolkit.recipe.files import first_lines, read
 from toolkit.recipe.libraries import flat
+from toolkit.recipe.places import as_seen_by
 from toolkit.recipe.problem import Problem
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.slips import INTERPOLATION
@@ -117,7 +118,7 @@ def load(name: str, overrides: Sequence[str] = (), folder: str | Path | None = N
 
 
 def load_resolved(file: Path) -> Recipe:
-    """The recipe of a run folder, as it was written when the run started.
+    """The recipe of a run folder, as it was written when the run started, with its paths `as_seen_by` the run.
 
     Raises:
         RecipeError: If the file does not fit this version's schema.
@@ -129,7 +130,8 @@ def load_resolved(file: Path) -> Recipe:
     if isinstance(batch, dict) and batch.get("micro_batch_size", 0) is None:
         # The default of runs from before it was `auto`.
         del batch["micro_batch_size"]
-    return _checked(str(file), source.values, source.origins, source.texts, [])
+    recipe = _checked(str(file), source.values, source.origins, source.texts, [])
+    return as_seen_by(file.parent, recipe)
 
 
 def _checked(name: str, unresolved: Any, origins: Origins, texts: Mapping[str, str], earlier: list[Problem]) -> Recipe:

@@ -99,6 +99,8 @@ class Manifest(Partial):
 
     name: str | None = None
     command: str | None = None
+    working_folder: str | None = None
+    """In which it was started: relative paths in its recipe are followed from there."""
     started: str | None = None
     continued: str | None = None
     restarts: int = 0

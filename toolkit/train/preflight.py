@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from toolkit.cache import cache_dir, writable
-from toolkit.common import UserError
+from toolkit.common import UserError, bytes_text
 from toolkit.distributed import exchanges
 from toolkit.distributed.device_limits import check_device, check_engine
 from toolkit.distributed.exchanges import Exchange
@@ -208,7 +208,7 @@ def _judge(states: Values, saves: bool, name: Callable[..., str]) -> list[str]:
                     f"make it writable there or free space, or set {key} to another folder",
                 )
             elif place["free"] < LOW_DISK_BYTES:
-                warnings.append(f"{name(rank)} has {place['free'] / 1e9:.2f} GB of disk left in {place['path']}")
+                warnings.append(f"{name(rank)} has {bytes_text(place['free'])} of disk left in {place['path']}")
     if hidden and saves:
         raise SharedError(
             f"output.dir: {name(*hidden)} does not see the run folder of {name(0)}; every process writes its part of a "

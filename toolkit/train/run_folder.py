@@ -135,6 +135,7 @@ class RunFolder:
         self.accepted = True
         if (self.path / MANIFEST) in self.passed_over:
             set_aside(self.path / MANIFEST)
+        checkpoint.keep_unread(self.passed_over)
         with _WRITING:
             remove_partial(self.path)
         while self._waiting:
@@ -142,6 +143,7 @@ class RunFolder:
         self.update_manifest(
             name=self.path.name,
             command=" ".join(["python", shlex.join(sys.argv)]),
+            working_folder=os.getcwd(),
             started=before.started or now(),
             restarts=int(os.environ.get("TOOLKIT_RESTARTS", 0)),
             finished=None,

@@ -6,6 +6,7 @@ the process group, and those exist before the model is loaded, because ZeRO-3 an
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -94,13 +95,17 @@ def set_up(
         UserError: Any error the user can fix.
     """
     decided = decide(loaded, rendezvous, source, folder, progress, start_up, force)
-    arguments = _form_group(decided, rendezvous, swap, watchdog)
-    trained = load_model(decided, arguments, progress)
-    trainer = _trainer(decided, arguments, trained)
-    compiled = agreed.compiled(decided.recipe, trainer.model) if decided.compiles else None
-    hashed = _note(decided, trained, trainer, progress) if decided.leads else None
-    # What ends a process from here on, it may note in the folder.
-    (folder.accepted,) = broadcast_object_list([folder.accepted])
+    with contextlib.ExitStack() as refused:
+        if decided.fast:
+            refused.callback(decided.fast.remove)
+        arguments = _form_group(decided, rendezvous, swap, watchdog)
+        trained = load_model(decided, arguments, progress)
+        trainer = _trainer(decided, arguments, trained)
+        compiled = agreed.compiled(decided.recipe, trainer.model) if decided.compiles else None
+        hashed = _note(decided, trained, trainer, progress) if decided.leads else None
+        # What ends a process from here on, it may note in the folder.
+        (folder.accepted,) = broadcast_object_list([folder.accepted])
+        refused.pop_all()
     start_up.ended("model")
     return Session(
         **vars(decided),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import math
 import shutil
 from collections.abc import Mapping
@@ -17,9 +19,10 @@ from toolkit.models.parallel.pipeline import chain
 from toolkit.recipe import Loaded, Recipe
 from toolkit.recipe.libraries import flat
 from toolkit.recipe.optimizers import OPTIMIZERS
-from toolkit.seal import fault, read_seal, unread
+from toolkit.seal import UNREAD, fault, read_seal, unread
 from toolkit.train.checkpoints.storage import unanswered
 
+_log = logging.getLogger("toolkit.train")
 _IN_STATE = {"learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum"}
 """Of the optimizer, what its saved state holds."""
 
@@ -133,6 +136,17 @@ def newest(folder: Path, needed: bool = False) -> tuple[Path | None, dict[Path, 
     if error and needed:
         raise unanswered(error)
     return None, passed_over
+
+
+def keep_unread(passed_over: Mapping[Path, str]) -> None:
+    """Renames checkpoints that `newest` could not read, so that those that are saved now neither replace nor delete
+    them."""
+    for checkpoint, reason in passed_over.items():
+        if reason.startswith(UNREAD) and _number(checkpoint) >= 0:
+            kept = checkpoint.with_name(f"unread-{checkpoint.name}")
+            with contextlib.suppress(OSError):
+                checkpoint.rename(kept)
+                _log.warning("%s may be whole, and is kept as %s", checkpoint, kept)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -86,7 +86,11 @@ class FastFolder:
             raise UserError(f"{KEY}: {self.place} cannot be written: {error.strerror}", change) from error
         remove_dead(self.place.parent, self.place)
         self.clear()
-        check_disk(self.place, part, f"{KEY}: this machine's part of a checkpoint takes", change)
+        try:
+            check_disk(self.place, part, f"{KEY}: this machine's part of a checkpoint takes", change)
+        except UserError:
+            self.remove()
+            raise
 
     def clear(self) -> None:
         """Makes room for the next checkpoint."""

@@ -62,9 +62,9 @@ def unwritable(
         why = in_a_line(unnumbered[-1])
         return UserError(f"{folder} could not be written for a moment: {why}", f"{change}; {again}")
     if number in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(folder).free / 1e9
+        free = bytes_text(shutil.disk_usage(folder).free)
         fewer = "lower checkpoint.save_total_limit, " * (key == "output.dir")
-        change = f"free space there ({free:.2f} GB are left), {fewer}or set {key}"
+        change = f"free space there ({free} are left), {fewer}or set {key}"
     return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {again}")
 
 
