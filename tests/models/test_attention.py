@@ -155,6 +155,21 @@ def test_capped_logits_are_never_dropped_in_silence() -> None:
     assert backends.with_mask(GEMMA2) == "eager"
 
 
+def test_auto_leaves_what_a_teacher_cannot_attend_by() -> None:
+    """Of a GPU's backends; and where no single one serves both, it says why."""
+    there = backends.on_device("cuda", "9.0", "bfloat16")
+    capped, in_fp32 = (
+        backends.unfit_to_teach(config, dtype, "cuda") for config, dtype in ((GEMMA2, "bfloat16"), (LLAMA, "float32"))
+    )
+    assert backends.resolve("auto", LLAMA, "bfloat16", there) == "torch_varlen"
+    assert backends.resolve("auto", LLAMA, "bfloat16", there, teacher=capped) == "eager"
+    assert backends.resolve("auto", LLAMA, "bfloat16", there, teacher=in_fp32) == "sdpa"
+    assert not backends.unfit_to_teach(LLAMA, "float32", "cpu")
+    with_alibi = {"model_type": "falcon", "alibi": True, "hidden_size": 64, "num_attention_heads": 2}
+    with pytest.raises(UserError, match=r"teacher cannot attend.*sdpa: .*caps its attention logits"):
+        backends.resolve("auto", with_alibi, "bfloat16", {"eager": "ok", "sdpa": "ok"}, teacher=capped)
+
+
 def test_auto_picks_what_runs_here() -> None:
     expected = "torch_varlen" if attention_kernels.available()["torch_varlen"] == "ok" else "sdpa"
     assert backends.resolve("auto", LLAMA, "bfloat16", attention_kernels.available()) == expected

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import written_apart
+from ranks import Ranks
 from tiny import tiny_tokenizer
 from transformers import CONFIG_MAPPING, LogitsProcessorList
 
@@ -68,3 +72,17 @@ def test_a_prompt_of_one_token_is_read_beside_longer_ones_without_its_padding() 
         generate(model, tiny_tokenizer(), prompts, 4, frozenset(), once=True) for prompts in ([[40]], [[40], [30, 31]])
     )
     assert torch.equal(alone[0], beside[0])
+
+
+def test_processes_that_write_together_end_where_the_first_of_them_has_no_positions_left(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Those that have ended go on computing for the others, and would run out of positions."""
+    file = tmp_path / "answers.json"
+    done = ranks.run(tmp_path, str(file), processes=2, entry="written_apart", timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    left = written_apart.POSITIONS - len(written_apart.PROMPTS[1])
+    for prompt, answers in zip(written_apart.PROMPTS, json.loads(file.read_text(encoding="utf-8")), strict=True):
+        alone = written_apart.written(written_apart.model(), prompt, once=False)
+        assert len(alone) == written_apart.POSITIONS - len(prompt)
+        assert answers == [alone[:left]] * 2

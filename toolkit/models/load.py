@@ -216,7 +216,7 @@ class ModelSource:
         """The weights, stored as the recipe says.
 
         Args:
-            backend: The attention backend, see `attention.resolve`.
+            backend: The attention backend, see `backends.resolve`.
             elsewhere: Modules whose weights other processes have; here they stay empty.
 
         Raises:

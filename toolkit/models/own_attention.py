@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from toolkit.common import in_a_line
 from toolkit.data.batching.collate import Collator, isolates
+from toolkit.distributed.engines import teacher_dtype
+from toolkit.models import device
 from toolkit.models.attention import attention_kernels, backends
 from toolkit.models.heads import auto_class
 from toolkit.models.load import ModelSource
@@ -16,9 +18,11 @@ _log = logging.getLogger(__name__)
 _FLAT = Collator(0, "flat")
 
 
-def resolve(source: ModelSource, compute: str, kernels: Mapping[str, str]) -> tuple[str, bool]:
-    """The backend that will run, see `attention.resolve`; of those that `auto` may take, one that the model's own code
-    computes right. And whether that code refused another, which its config does not say.
+def resolve(
+    source: ModelSource, compute: str, kernels: Mapping[str, str], teacher: ModelSource | None = None
+) -> tuple[str, bool]:
+    """The backend that will run, see `backends.resolve`; of those that `auto` may take, one that the model's own code
+    computes right, and its teacher's. And whether such code refused another, which its config does not say.
 
     Args:
         compute: Name of the compute dtype, e.g. `bfloat16`.
@@ -28,19 +32,24 @@ def resolve(source: ModelSource, compute: str, kernels: Mapping[str, str]) -> tu
         UserError: If none can run, or not the one that is asked for.
     """
     recipe, config, refused = source.recipe, source.config.to_dict(), False
+    # What is asked for by name is tried by the run itself, on its device.
+    asked = [each for each in (source, teacher) if each and recipe.model.attention == "auto"]
+    unfit: dict[str, str] = {}
+    if teacher:
+        unfit = backends.unfit_to_teach(teacher.config.to_dict(), teacher_dtype(teacher.recipe), device.kind())
     while True:
         backend = backends.resolve(
-            recipe.model.attention, config, compute, kernels, recipe.parallel.shares_by, recipe.headed
+            recipe.model.attention, config, compute, kernels, recipe.parallel.shares_by, recipe.headed, unfit
         )
-        # What is asked for by name is tried by the run itself, on its device.
-        if recipe.model.attention != "auto" or not (why := _refusal(source, backend)):
+        why = next(filter(None, (_refusal(each, backend) for each in asked)), "")
+        if not why:
             return backend, refused
         _log.debug("attention %s: %s", backend, why)
         kernels, refused = {**kernels, backend: why}, True
 
 
 def with_mask(source: ModelSource) -> str:
-    """The backend for generation, see `attention.with_mask`, which the model's own code has, too."""
+    """The backend for generation, see `backends.with_mask`, which the model's own code has, too."""
     backend = backends.with_mask(source.config.to_dict())
     return "eager" if _refusal(source, backend) else backend
 

@@ -132,7 +132,7 @@ def load_teacher(
 
     Args:
         backend: The attention backend of the student, which lays out the rows for both.
-        available: See `attention.resolve`.
+        available: See `backends.resolve`.
         common: See `check_vocabulary`.
         offload: Whether layers wait on the host, see `streamed_layers`; where the device is the host, they do anyway.
 
@@ -141,16 +141,13 @@ def load_teacher(
     """
     recipe = source.recipe
     types = dtypes(recipe)
-    config, computes = source.config.to_dict(), teacher_dtype(recipe)
-    if why := backends.unfit(backend, config, computes):
-        fit = [name for name, ok in available.items() if ok == "ok" and not backends.unfit(name, config, computes)]
+    unfit = backends.unfit_to_teach(source.config.to_dict(), teacher_dtype(recipe), place.type)
+    if why := unfit.get(backend):
+        fit = [name for name, ok in available.items() if ok == "ok" and name not in unfit]
         raise UserError(
             f"{_HERE}.path: the teacher cannot attend as the student does, by {backend}: {why}",
-            f"set model.attention to one of: {', '.join(fit)}",
+            f"set model.attention to one of: auto, {', '.join(fit)}",
         )
-    if backend in backends.VARLEN and place.type != "cpu" and computes == "float32":
-        what = f"{_HERE}.dtype: attention by {backend} computes in 16 bits, and the teacher would in fp32"
-        raise UserError(what, f"set {_HERE}.dtype=auto, or model.attention=sdpa")
     with _of_teacher(), _whole():
         model: Any = source.load(types, backend)
         require_quantized(model, recipe)

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.data.statistics import DataStatistics
-from toolkit.distributed.engines import dtypes
+from toolkit.distributed.engines import dtypes, teacher_dtype
 from toolkit.distributed.layout import batch_layout
 from toolkit.models.attention import backends
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.speed.step import DTYPES
 from toolkit.recipe import Recipe
+from toolkit.recipe.teaching import of_teacher
 
 EAGER = "attention: eager"
 """How the reason begins for which `auto` takes it."""
@@ -25,18 +26,28 @@ UNCOMPILED = "layers are not compiled: "
 
 
 def backend(
-    recipe: Recipe, hardware: Hardware, config: Mapping[str, Any], statistics: DataStatistics | None
+    recipe: Recipe,
+    hardware: Hardware,
+    config: Mapping[str, Any],
+    statistics: DataStatistics | None,
+    taught_by: Mapping[str, Any] | None = None,
 ) -> tuple[str, str]:
     """The attention backend, and for which reason it is eager where `sdpa` could run.
 
     It is decided for the longest row of a usual micro-batch, or full rows where the data is not known.
+
+    Args:
+        taught_by: The config of the teacher, where there is one.
     """
     requested, compute, device = recipe.model.attention, dtypes(recipe).compute, hardware.device
     shares_by = recipe.parallel.shares_by
-    best = backends.planned(requested, config, compute, device.kind, device.capability, shares_by, recipe.headed)
+    unfit: dict[str, str] = {}
+    if taught_by and (teaches := of_teacher(recipe)):
+        unfit = backends.unfit_to_teach(taught_by, teacher_dtype(teaches), device.kind)
+    best = backends.planned(requested, config, compute, device.kind, device.capability, shares_by, recipe.headed, unfit)
     # Selective checkpointing keeps what fused kernels return.
     selective = recipe.activation_checkpointing.mode == "selective"
-    open_to_eager = not selective and not backends.unfit("eager", config, compute)
+    open_to_eager = not selective and not backends.unfit("eager", config, compute) and "eager" not in unfit
     if (requested, best) != ("auto", "sdpa") or not (open_to_eager and hardware.attention):
         return best, ""
     layout = batch_layout(recipe, hardware.devices)

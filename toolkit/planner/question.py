@@ -49,7 +49,7 @@ class Question:
     def plan(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
         """See `search.Estimate`."""
         layout, device = batch_layout(recipe, hardware.devices), hardware.device
-        backend, why = kernels.backend(recipe, hardware, self.config, self.statistics)
+        backend, why = self._attention(recipe, hardware)
         counted = self._counted(recipe, backend, layout)
         per_row, longest = self._fullest(recipe, layout, backend)
         fullest = dataclasses.replace(layout, seq_len=per_row)
@@ -194,8 +194,13 @@ class Question:
             return counted
         return dataclasses.replace(counted, in_common=())
 
+    def _attention(self, recipe: Recipe, hardware: Hardware) -> tuple[str, str]:
+        teaches = of_teacher(recipe)
+        taught_by = config_of(teaches) if teaches else None
+        return kernels.backend(recipe, hardware, self.config, self.statistics, taught_by)
+
     def _backend(self, recipe: Recipe, hardware: Hardware) -> str:
-        return kernels.backend(recipe, hardware, self.config, self.statistics)[0]
+        return self._attention(recipe, hardware)[0]
 
     def _fullest(self, recipe: Recipe, layout: BatchLayout, backend: str) -> tuple[int, int]:
         """Tokens of the fullest micro-batch, by which memory is planned, for each of its rows on average, and tokens of

@@ -74,7 +74,7 @@ def decide(
 
     # Data
     kernels = attention_kernels.available(types.compute)
-    backend, settled = own_attention.resolve(source, types.compute, kernels)
+    backend, settled = own_attention.resolve(source, types.compute, kernels, teacher)
     require_isolation(source, backend)
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)

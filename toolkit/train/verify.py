@@ -186,7 +186,7 @@ def _reducing_nothing(engine: Any) -> Iterator[None]:
 def require_isolation(source: ModelSource, backend: str) -> None:
     """Asks a tiny copy of the model whether it keeps packed rows apart, before rows and weights are read.
 
-    What takes the boundaries of documents is known to, of the models that get them (`attention.unfit`).
+    What takes the boundaries of documents is known to, of the models that get them (`backends.unfit`).
 
     Raises:
         UserError: If they see each other.

@@ -75,6 +75,7 @@ def resolve(
     available: Mapping[str, str],
     shares_by: str = "",
     headed: bool = False,
+    teacher: Mapping[str, str] | None = None,
 ) -> str:
     """The backend that will run.
 
@@ -85,6 +86,7 @@ def resolve(
         available: Every backend with `ok`, or why it does not run, see `attention_kernels.available`.
         shares_by: The key of the recipe by which processes share rows; empty if they do not.
         headed: Whether the model has a head for texts or words, or gives vectors. Of encoders their rows are padded.
+        teacher: Backends by which its teacher cannot attend, see `unfit_to_teach`: `auto` takes none of them.
 
     Returns:
         A key of `IMPLEMENTATIONS`.
@@ -108,7 +110,13 @@ def resolve(
             f"remove {shares_by}",
         )
     if requested == "auto":
-        return _best(usable, config, compute)
+        if usable and teacher and not set(usable) - teacher.keys():
+            raise UserError(
+                "distillation.teacher.path: the teacher cannot attend by any backend that the student can: "
+                + "; ".join(f"{name}: {teacher[name]}" for name in usable),
+                "set distillation.teacher.path, or model.path, to a model of another architecture",
+            )
+        return _best([name for name in usable if name not in (teacher or ())], config, compute)
     if requested not in usable:
         raise UserError(
             f"model.attention={requested} cannot be used: {reasons[requested]}",
@@ -146,12 +154,13 @@ def planned(
     capability: str | None,
     shares_by: str = "",
     headed: bool = False,
+    teacher: Mapping[str, str] | None = None,
 ) -> str:
     """The backend that `resolve` will choose on a device that is not here; what else is installed there is not known.
 
     Args:
         kind: See `on_device`, and so `capability`. Where it is not known, what the recipe asks for is taken.
-        shares_by: See `resolve`, and so `headed`.
+        shares_by: See `resolve`, and so `headed` and `teacher`.
 
     Raises:
         UserError: If what the recipe asks for cannot run there, or computes something else.
@@ -163,7 +172,7 @@ def planned(
         rocm = in_16_bits(compute) or "ok"
         flash = {"cpu": "needs a GPU", "rocm": rocm}.get(kind, there["torch_varlen"])
         there |= {name: flash for name in VARLEN if name not in there}
-    return resolve(requested, config, compute, there, shares_by, headed)
+    return resolve(requested, config, compute, there, shares_by, headed, teacher)
 
 
 def _best(usable: Collection[str], config: Mapping[str, Any], compute: str) -> str:
@@ -172,6 +181,20 @@ def _best(usable: Collection[str], config: Mapping[str, Any], compute: str) -> s
     kind = (config.get("text_config") or config).get("model_type")
     takes_flex = compute != "float32" and kind in _FLEX_INSTEAD
     return next(name for name in _BEST_FIRST if name in usable and (name != "flex" or takes_flex))
+
+
+def unfit_to_teach(config: Mapping[str, Any], compute: str, kind: str) -> dict[str, str]:
+    """Every backend by which a teacher cannot attend, with the reason.
+
+    Args:
+        config: The teacher's.
+        compute: Name of the dtype in which the teacher computes.
+        kind: See `on_device`.
+    """
+    whole = kind != "cpu" and compute == "float32"
+    flash = "FlashAttention kernels compute in 16 bits, and the teacher in fp32" if whole else ""
+    reasons = {name: unfit(name, config, compute) or (flash if name in VARLEN else "") for name in IMPLEMENTATIONS}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def with_mask(config: Mapping[str, Any]) -> str:

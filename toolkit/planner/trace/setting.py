@@ -137,7 +137,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
     Args:
         config: The model's `config.json`.
         device: `cpu`, or any other for what torch calls CUDA.
-        backend: Attention backend, see `attention.planned`.
+        backend: Attention backend, see `backends.planned`.
         layout: How the batch is divided; its `seq_len` is the length of the longest row, where that is known.
     """
     types, method = dtypes(recipe), recipe.method
