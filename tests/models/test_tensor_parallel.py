@@ -147,6 +147,9 @@ def test_what_cannot_be_divided_is_refused() -> None:
     model = LlamaForCausalLM(LlamaConfig(**(SIZES | {"intermediate_size": 47})))
     with pytest.raises(UserError, match=r"does not divide the 47 columns of layers\.0\.mlp\.gate_proj"):
         tensor_parallel.divide_layers(model, 2, 0)
+    model = LlamaForCausalLM(LlamaConfig(**(SIZES | {"num_key_value_heads": 1})))
+    with pytest.raises(UserError, match=r"does not divide the 1 head of layers\.0\.self_attn\.k_proj"):
+        tensor_parallel.divide_layers(model, 2, 0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, attention_dropout=0.1))
     with pytest.raises(UserError, match=r"drops out 0\.1 of its attention"):
         tensor_parallel.divide_layers(model, 2, 0)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.recipe.model_configs import scored_flat
+from toolkit.recipe.model_configs import attention_widths, scored_flat
 from toolkit.recipe.schema import VARLEN_ATTENTION as VARLEN
 
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention", **{name: name for name in VARLEN}}
@@ -229,7 +229,8 @@ def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
             return "this model does not count the positions of a document from 0"
         if text.get("model_type") in _NO_BOUNDARIES:
             return "this model does not read where documents begin"
-        head_dim = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
+        # 0, so not known, where a config leaves its heads to its class, as that of Gemma 3 4B does.
+        head_dim = attention_widths(config)[2]
         if head_dim > 256 or head_dim % 8:
             return f"FlashAttention kernels take head sizes up to 256 in steps of 8, this model has {head_dim}"
         if name == "torch_varlen" and drops:

@@ -88,11 +88,11 @@ def divide_layers(model: Any, size: int, index: int) -> None:
         parent = decoder.get_submodule(name.rpartition(".")[0])
         width = inner.weight.shape[0 if columns else 1]
         blocks = _blocks(name, parent, width) if style == _FUSED else (width,)
-        if undivided := [block for block in blocks if block % size]:
-            what = f"{undivided[0]:,} {'columns' if columns else 'rows'} of {name}"
+        units = [_units(block, parent, "column" if columns else "row") for block in blocks]
+        if undivided := [f"{count:,} {unit}{'s' * (count > 1)}" for count, unit in units if count % size]:
             raise UserError(
-                f"parallel.tensor={size} does not divide the {what}",
-                "set parallel.tensor to a number that divides the widths of every layer, or remove it",
+                f"parallel.tensor={size} does not divide the {undivided[0]} of {name}",
+                "set parallel.tensor to a number that divides heads and widths of every layer, or remove it",
             )
         if columns:
             entrance = entrances.setdefault(parent, _Entrance(parent, size))
@@ -194,6 +194,13 @@ def _blocks(name: str, parent: Any, width: int) -> tuple[int, ...]:
     size = parent.head_dim
     shared = parent.num_key_value_heads * size
     return width - 2 * shared, shared, shared
+
+
+def _units(width: int, parent: Any, otherwise: str) -> tuple[int, str]:
+    """How many of what a projection gives or takes that is not to be cut: heads, of which recipes' rules do not know
+    where a config leaves them to its class."""
+    head = getattr(parent, "head_dim", None)
+    return (width // head, "head") if head and width % head == 0 else (width, otherwise)
 
 
 def _tell_heads(attention: Any, size: int) -> None:

@@ -26,7 +26,7 @@ from toolkit.recipe.rules.heads import HEAD_RULES
 from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
 from toolkit.recipe.rules.method import METHOD_RULES, adapter_keys, linear_only, not_for_parameters, not_linear
-from toolkit.recipe.rules.parallel import PARALLEL_RULES, nearest_heads, nearest_parts
+from toolkit.recipe.rules.parallel import PARALLEL_RULES, layer_widths, nearest_heads, nearest_parts
 from toolkit.recipe.rules.pipeline import PIPELINE_RULES, nearest_pipeline
 from toolkit.recipe.rules.preference import PREFERENCE_RULES, preference_keys
 from toolkit.recipe.rules.reinforcement import REINFORCEMENT_RULES, reward_figures
@@ -195,8 +195,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "nearest_parts": nearest_parts(recipe, config),
         "nearest_experts": nearest_experts(recipe, config),
         "nearest_pipeline": nearest_pipeline(recipe, config),
-        "kv_heads": model_configs.attention_widths(config)[1],
-        "inner_width": model_configs.inner_width(config),
+        "layer_widths": layer_widths(config),
         "model_type": model_configs.text_config(config).get("model_type"),
         "zero3_fault": zero3_fault(recipe, config),
         "unfit_to_compile": compilation.unfit(recipe, config),

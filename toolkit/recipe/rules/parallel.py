@@ -31,6 +31,13 @@ def layer_parts(config: Config) -> int:
     return math.gcd(heads, shared, inner_width(config))
 
 
+def layer_widths(config: Config) -> str:
+    """What `layer_parts` divides, of which configs may leave some to their classes."""
+    heads, shared, _ = attention_widths(config)
+    named = {"attention heads": heads, "heads of keys and values": shared, "inner width": inner_width(config)}
+    return ", ".join(f"{what} {number}" for what, number in named.items() if number)
+
+
 def nearest_parts(recipe: Recipe, config: Config) -> str:
     """The nearest sizes of `parallel.tensor` that divide all of them."""
     return nearest(layer_parts(config), recipe.parallel.tensor)
@@ -102,8 +109,7 @@ PARALLEL_RULES = {
     "tensor-widths": Rule(
         "parallel.tensor",
         lambda r, c: _parts(r) and bool(layer_parts(c) % r.parallel.tensor),
-        "the model's {attention_heads} attention heads, {kv_heads} heads of keys and values and inner width of "
-        "{inner_width} do not all divide among so many processes",
+        "not all of the model divides among so many processes: {layer_widths}",
         "set parallel.tensor={nearest_parts}",
         reference="(https://arxiv.org/abs/1909.08053)",
     ),
