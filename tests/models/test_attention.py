@@ -630,4 +630,4 @@ def test_answers_do_not_depend_on_the_backend_of_training(monkeypatch: pytest.Mo
 def test_the_size_of_heads_that_a_config_leaves_to_its_class_is_not_guessed() -> None:
     """As Gemma 3 4B is published."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
-    assert not attention.unfit("torch_varlen", {"model_type": "gemma3", "text_config": text}, "bfloat16")
+    assert not backends.unfit("torch_varlen", {"model_type": "gemma3", "text_config": text}, "bfloat16")
