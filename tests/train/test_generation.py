@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -65,13 +66,18 @@ def test_prompts_that_look_ahead_or_are_kept_otherwise_are_read_with_each_answer
     assert not reads_once(CONFIG_MAPPING[kind](**settings), "grpo")
 
 
-def test_a_prompt_of_one_token_is_read_beside_longer_ones_without_its_padding() -> None:
-    """By layers with states, of which a read of one token has no padding."""
+def test_a_prompt_of_one_token_is_read_beside_longer_ones_without_its_padding(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By layers with states, of which a read of one token has no padding; and Transformers warns of none on the
+    right."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model = tiny_model(CONFIG_MAPPING["qwen3_next"](), "grpo")
     alone, beside = (
         generate(model, tiny_tokenizer(), prompts, 4, frozenset(), once=True) for prompts in ([[40]], [[40], [30, 31]])
     )
     assert torch.equal(alone[0], beside[0])
+    assert "right-padding" not in caplog.text
 
 
 def test_processes_that_write_together_end_where_the_first_of_them_has_no_positions_left(

@@ -165,15 +165,31 @@ def read_once(model: Any, prompts: Sequence[list[int]], batch: dict[str, torch.T
     numbers: dict[tuple[int, ...], int] = {}
     places = [numbers.setdefault(tuple(each), len(numbers)) for each in prompts]
     firsts = [places.index(number) for number in range(len(numbers))]
-    cache = model.generate(
-        **{name: values[firsts, :-1] for name, values in batch.items()},
-        **arguments,
-        max_new_tokens=1,
-        do_sample=False,
-        return_dict_in_generate=True,
-    ).past_key_values
+    with _unwarned_of_padding():
+        cache = model.generate(
+            **{name: values[firsts, :-1] for name, values in batch.items()},
+            **arguments,
+            max_new_tokens=1,
+            do_sample=False,
+            return_dict_in_generate=True,
+        ).past_key_values
     _select_rows(model, cache, torch.tensor(places, device=batch["input_ids"].device))
     return cache
+
+
+@contextmanager
+def _unwarned_of_padding() -> Iterator[None]:
+    """Without Transformers' warning of padding on the right: without its last token, a prompt of one is all padding."""
+    logger = logging.getLogger("transformers.generation.utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "right-padding" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _select_rows(model: Any, cache: Any, rows: torch.Tensor) -> None:
