@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,14 @@ def test_commands_in_another_folder_read_what_the_run_read(
     manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
     (run / "manifest.json").write_text(json.dumps(manifest | {"working_folder": "/nowhere"}), encoding="utf-8")
     assert cli(["evaluate", str(run), "rows=3"]) == 1
+
+
+def test_without_a_final_model_the_base_model_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained("unfinished", *HELD_OUT)
+    shutil.rmtree(run / "final")
+    assert cli(["evaluate", str(run)]) == 1
+    said = capsys.readouterr().err
+    assert "has no final model: the run is not finished" in said and "rows answered" not in said
 
 
 def test_answers_do_not_depend_on_batches_and_the_base_can_be_left_out() -> None:

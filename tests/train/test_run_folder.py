@@ -449,6 +449,16 @@ def test_a_folder_that_is_trained_in_is_held() -> None:
         pass
 
 
+def test_a_folder_is_not_claimed_before_the_one_that_trains_in_it_has_saved() -> None:
+    """What it saves when it ends would be trained anew, and deleted."""
+    folder = claim(small(), 1)
+    with folder.held():
+        with pytest.raises(UserError, match="another process is training in runs/small"):
+            claim(small(), 1)
+        assert claim(small("checkpoint.resume=never"), 1).path.name == "small-2"
+    assert claim(small(), 1).path == folder.path == claim(small("checkpoint.resume=never"), 1).path
+
+
 def test_stages_are_those_of_the_adapter_and_itself(place: Path) -> None:
     assert stages(None) == []
     first = place / "runs" / "first" / "final"

@@ -27,7 +27,7 @@ import psutil
 from filelock import Timeout
 from pydantic import TypeAdapter
 
-from toolkit.cache import LOCK, locked
+from toolkit.cache import LOCK, is_held, locked
 from toolkit.common import UserError
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
@@ -201,8 +201,8 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
         take: Copies what a killed run had taken in into fast folders.
 
     Raises:
-        UserError: If the folder holds another run or foreign files, or cannot be written; or if training cannot
-            continue from its newest checkpoint, or from the one that is named.
+        UserError: If the folder holds another run or foreign files, is trained in, or cannot be written; or if training
+            cannot continue from its newest checkpoint, or from the one that is named.
     """
     resume = loaded.recipe.checkpoint.resume
     named = Path(resume) if resume not in ("auto", "never") else None
@@ -214,10 +214,14 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
     path = loaded.run_folder
     if resume == "never":
         numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-        path = next(place for place in itertools.chain([path], numbered) if not used(place))
+        places = itertools.chain([path], numbered)
+        path = next(place for place in places if not (used(place) or is_held(place / LOCK)))
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file, not a run folder", "set output.dir or output.name")
     folder = RunFolder(path)
+    if (path / LOCK).is_file():
+        with folder.held():  # Another one that is about to end still saves from where this one should go on.
+            pass
     manifest = folder.manifest()
     damaged: dict[Path, str] = {}
     if used(path) or manifest.final:

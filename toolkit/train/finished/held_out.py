@@ -25,7 +25,7 @@ from toolkit.report.load import read_manifest
 from toolkit.train.continued import ALSO_CHANGED
 from toolkit.train.evaluation.evaluate import generate
 from toolkit.train.evaluation.scoring import METRICS, scored
-from toolkit.train.finished.export import load_begun, load_trained, on_device
+from toolkit.train.finished.export import final_model, load_begun, load_trained, on_device
 
 _log = logging.getLogger("toolkit.train")
 T = TypeVar("T")
@@ -139,6 +139,7 @@ def before_and_after(run: Path, ask: Callable[[Any, str], T], before: bool = Tru
     first: T | None = None
     apart = recipe.method.name == "full" or recipe.model.adapter is not None or recipe.trains_biases
     if before and apart:
+        final_model(run)  # That there is one is asked before the first model works for minutes.
         first = ask(on_device(load_begun(run), recipe), "base model")
         gc.collect()
         torch.cuda.empty_cache()
