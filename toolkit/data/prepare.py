@@ -52,7 +52,7 @@ from toolkit.recipe.data import Source
 from toolkit.recipe.prefixes import may_begin_alike
 from toolkit.seal import build_sealed
 
-CODE_VERSION = 11
+CODE_VERSION = 12
 """Raise when the same data and settings would give other tokens than before."""
 MIN_SAMPLES = 8
 
