@@ -189,6 +189,27 @@ def test_batch_script_is_written_once_and_reads_as_bash(folder: Path, capsys: py
     assert "4:00:00" in (folder / "small.sbatch").read_text()
 
 
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("4h", "4h is not a time as Slurm takes it"),
+        ("4:00", "4:00 is 240 seconds to Slurm"),
+        ("00:05:00", "is 300 seconds"),
+        *((fit, "") for fit in ("30", "6:00", "4:00:00", "2-0", "0-1:30", "1-12:30:00", "0", "UNLIMITED")),
+    ],
+)
+def test_a_time_limit_is_as_slurm_takes_it_and_longer_than_saving(
+    limit: str, words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["launch", "recipe=small", BATCH, "--slurm", "--gpus", "2", "--print", "--time", limit]
+    if not words:
+        assert main(asked) == 0 and f"#SBATCH --time={limit}\n" in capsys.readouterr().out
+        return
+    with pytest.raises(SystemExit, match="2"):
+        main(asked)
+    assert words in capsys.readouterr().err
+
+
 # Slurm's commands as far as the script uses them: one task per node, signals handed on, the first failure counts.
 SRUN = """#!/usr/bin/env bash
 while [[ "$1" == --* ]]; do shift; done

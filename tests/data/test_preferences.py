@@ -383,6 +383,11 @@ def test_a_pair_is_two_documents_of_one_row_and_counts_as_such(tmp_path: Path) -
     assert "the chosen answer" in text and "the rejected answer" in text and "«Not yet.<|im_end|>»" in text
 
 
+def test_a_prompt_that_runs_into_both_answers_is_the_same_one(tmp_path: Path) -> None:
+    found = prepared(tmp_path, [{"prompt": "The quick bro", "chosen": "wn fox", "rejected": "ken"}])
+    assert found.audit.train.boundary_merged_rows == 1 and found.audit.train.pairs.apart == 0
+
+
 def test_the_audit_says_whether_pairs_can_teach_a_preference(tmp_path: Path) -> None:
     rows = [
         answered("One", "A long answer of many words, and more of them.", "Short."),

@@ -237,7 +237,7 @@ def test_over_long_rows(tmp_path: Path, cache: Path) -> None:
     cut = prepare(recipe(path, seq_len=64, over_long="truncate", shuffle=False), tokenizer, STOP, cache)
     assert [len(row["input_ids"]) for row in cut.train] == [len(dropped.train[0]["input_ids"]), 64]
     assert texts(cut)[1].startswith("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nx y z")
-    assert cut.audit.train.untrained_rows == 1
+    assert cut.audit.train.untrained_rows == 1 and "a.jsonl:" in cut.audit.train.first_untrained
     with pytest.raises(UserError, match="split` is for text"):
         prepare(recipe(path, seq_len=64, over_long="split"), tokenizer, STOP, cache)
 

@@ -227,8 +227,10 @@ def test_what_is_no_json_is_shown_where_it_stands(tmp_path: Path) -> None:
     assert f"a.jsonl:2 column {column} is not valid JSON" in message
     shown = message.partition("near `")[2].partition("`")[0]
     assert shown == long[column - 21 : column + 20] and "nope" in shown
+    assert "a .jsonl file has one object per line" in message
     # Not one row in each line of a file with that name: the first thing wrong is said.
-    assert "a.json:2 column 2" in refused(tmp_path / "a.json", '{"a": 1}\n{b: 2}\n')
+    message = refused(tmp_path / "a.json", '{"a": 1}\n{b: 2}\n')
+    assert "a.json:2 column 2" in message and ".jsonl" not in message
     assert "a.json:1 column 2" in refused(tmp_path / "a.json", "{b: 2}\n")
 
 

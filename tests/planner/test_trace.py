@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import shutil
@@ -624,6 +625,18 @@ def test_a_size_that_is_not_stated_is_not_made_up(tmp_path: Path, monkeypatch: A
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     with pytest.raises(UnknownSize, match="states no hidden size"):
         store.obtain(setting(config={"model_type": "unheard_of", "width": 64}))
+
+
+def test_that_a_model_is_traced_is_told_once(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    caplog.set_level(logging.INFO, "toolkit")
+    for way in ("none", "full"):
+        with pytest.raises(UnknownSize):
+            store.obtain(setting(config={"model_type": "unheard_of", "width": 65}, checkpointing=way))
+    assert [each.getMessage() for each in caplog.records if "for the first time" in each.getMessage()] == [
+        "tracing this model for the first time: method full, checkpointing none, attention torch_varlen"
+    ]
 
 
 def test_tracing_ends_where_a_model_goes_through_its_tokens_one_by_one(monkeypatch: Any) -> None:

@@ -339,6 +339,18 @@ def typed_ctrl_c(place: Path, command: list[str], condition: Callable[[], bool])
     return process.wait(timeout=30), output.decode(errors="replace")
 
 
+def test_a_quiet_run_tells_results_and_warnings(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["recipe=small", "max_steps=2", "batch.seq_len=64", "data.over_long=drop"]
+    assert main([*settings, "output.name=loud"]) == 0
+    out = capsys.readouterr().out
+    details = ("tokens per row", "FITS", "step 1/2")
+    assert all(detail in out for detail in (*details, "they are left out", "training loss")), out
+    assert main([*settings, "output.name=quiet", "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert "training loss" in out and not any(detail in out for detail in details), out
+    assert "warning: 28 of 54 training rows" in err and "they are left out" in err, err
+
+
 def test_finished_run_is_left_alone(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=small", "max_steps=2"]) == 0
     run = place / "runs" / "small"

@@ -144,7 +144,8 @@ def test_untied_head_is_trained_through_the_fused_loss() -> None:
     ("overrides", "words"),
     [
         (["method.target_modules=[q_proj, lm_head]"], ["lm_head", "modules_to_save"]),
-        (["method.target_modules=[embed_tokens]"], ["embed_tokens", "modules_to_save"]),
+        (["method.target_modules=[embed_tokens]"], ["embed_tokens", "are the same weight", "modules_to_save"]),
+        (["model.path=qwen", "method.target_modules=[embed_tokens]"], ["model.embed_tokens has not been tried"]),
         (["model.path=gpt2", "method.modules_to_save=[wte]"], ["transformer.wte", "method.name=full"]),
         ([*SEQ2SEQ, "method.modules_to_save=[shared]"], ["model.shared", "method.name=full"]),
         (["method.modules_to_save=[embed_token]"], ["did you mean 'embed_tokens'"]),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.option_types import count, new_file, port, positive, price, values_of_key
+from toolkit.cli.option_types import count, new_file, port, positive, price, time_limit, values_of_key
 from toolkit.cli.registry import command, flag, option
 from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, printable, table
 from toolkit.files import as_json, write_named, write_new
@@ -24,7 +24,12 @@ _FOLDER = option("--recipes", "DIR", "the folder of your recipes (default: ./rec
 # Options of `launch` that only a batch script has.
 _SLURM = (
     option("--output", "OUTPUT", "where it is written (RECIPE.sbatch)", type=new_file),
-    option("--time", "TIME", "time limit, such as 4:00:00; the run is queued again until it is finished"),
+    option(
+        "--time",
+        "TIME",
+        "time limit, such as 4:00:00; the run is queued again until it is finished",
+        type=time_limit,
+    ),
     option("--partition", "PARTITION", "Slurm partition"),
     option("--account", "ACCOUNT", "Slurm account"),
     option("--cores", "N", "CPU cores of each machine (8 per process)", type=positive),

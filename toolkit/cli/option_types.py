@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -27,6 +28,29 @@ def positive(text: str) -> int:
 def port(text: str) -> int:
     """A TCP port."""
     return count(text, 1, 65535)
+
+
+def time_limit(text: str) -> str:
+    """A time limit as Slurm takes it, which leaves time to train: `4:00` is four minutes."""
+    if text.upper() == "UNLIMITED":
+        return text
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text} is not a time as Slurm takes it, such as 4:00:00")
+    days, first, second, third = (int(part or 0) for part in found.groups())
+    # The first part is hours behind days and before two others, and minutes otherwise.
+    with_hours = found[1] or found[4]
+    seconds = days * 86_400 + (first * 3600 + second * 60 + third if with_hours else first * 60 + second)
+    if 0 < seconds <= _TO_SAVE:  # 0 is no limit.
+        raise argparse.ArgumentTypeError(
+            f"{text} is {seconds} seconds to Slurm, and {_TO_SAVE} before the limit a run stops to save: write "
+            "hours:minutes:seconds, such as 4:00:00"
+        )
+    return text
+
+
+_TO_SAVE = 300
+"""Seconds before the time limit at which `launch.sbatch.j2` has a run save."""
 
 
 def new_file(text: str) -> Path:

@@ -111,6 +111,8 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=ROWS_SCHEMA))
                 figures.rows += len(batch)
                 figures.empty_rows += len(batch) - len(records)
+                if len(records) < len(batch) and not figures.first_empty:
+                    figures.first_empty = next(where for row, where in converted if is_empty(row, task))
                 for row, _ in converted:
                     for side in sides(row):
                         fields.update(dict.fromkeys(further_fields(side.messages) if isinstance(side, Chat) else ()))

@@ -66,11 +66,15 @@ class TokenTable:
         pairs = self._pairs(numbers, used) if self.recipe.pairs else None
         texts = self._texts(numbers, used) if self.recipe.embeds else None
         left_out += pairs.equal if pairs else texts.equal if texts else 0
+        # Rows that are too long, or whose answers are the same, are told of by themselves.
+        told = self.over_long[numbers] & (action == "drop") | self.answers["equal"][self.start[numbers]]
+        untrained = numbers[(self.trained[numbers] == 0) & ~told]
         return auditing.Side(
             rows=len(used),
             tokens=int(self.tokens[used].sum()),
             trained_tokens=int(self.trained[used].sum()),
             untrained_rows=len(numbers) - len(used) - left_out,
+            first_untrained=self.places[int(untrained[0])]["where"] if len(untrained) else "",
             over_long=auditing.OverLong(rows=over_long, action=action, seq_len=self.chunker.seq_len),
             longest=self.places[int(numbers[length.argmax()])]["where"] if len(numbers) else "",
             stop_trained_rows=int(np.count_nonzero(self.stops[used])),

@@ -207,7 +207,7 @@ class Chunker:
         end = self.seq_len if self.over_long == "truncate" else None
         ids, labels = [side.input_ids[:end] for side in both], [side.labels[:end] for side in both]
         targets = [[label for label in side if label != IGNORE] for side in labels]
-        equal = ids[0] == ids[1]
+        equal, merged = ids[0] == ids[1], any(side.boundary_merged for side in both)
         return _EMPTY_COLUMNS | {
             "kind": kind,
             "desirable": False,
@@ -219,10 +219,11 @@ class Chunker:
             "chosen": len(targets[0]),
             "rejected": len(targets[1]),
             "stops": not any(self.encoder.stop_token_ids.isdisjoint(side) for side in targets),
-            "merged": any(side.boundary_merged for side in both),
+            "merged": merged,
             "prompt_lost": any(side.prompt_lost for side in both),
             "equal": equal,
-            "apart": _prompt(chosen) != _prompt(rejected),
+            # A token that holds the start of an answer is another one for each answer to the same prompt.
+            "apart": not merged and _prompt(chosen) != _prompt(rejected),
         }
 
 

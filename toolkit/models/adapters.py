@@ -289,13 +289,18 @@ def _modules_to_save(model: PreTrainedModel, targets: str | list[str], saved: li
         for name, module in model.named_modules()
         if any(getattr(module, "weight", None) is each for each in weights)
     ]
-    if isinstance(targets, list) and any(matches(name, targets) for name in embeddings):
+    tied = weights[0] is weights[1]
+    if isinstance(targets, list) and (named := [name for name in embeddings if matches(name, targets)]):
+        if not tied and all(model.get_submodule(name).weight is weights[0] for name in named):
+            why = "has not been tried here"
+        else:
+            shared = ", and the input embeddings are the same weight" if tied else ""
+            why = f"would be trained or merged wrongly: the loss reads the output head's weight itself{shared}"
         raise UserError(
-            f"method.target_modules: adapters on {' and '.join(embeddings)} would be trained or merged wrongly: "
-            "the loss reads the output head's weight itself, and tied embeddings share theirs",
-            "train them in full with method.modules_to_save",
+            f"method.target_modules: an adapter on {' and '.join(named)} {why}",
+            "train it in full with method.modules_to_save",
         )
-    if weights[0] is not weights[1] or not any(matches(name, saved) for name in embeddings):
+    if not tied or not any(matches(name, saved) for name in embeddings):
         return saved, False
     if [name.rpartition(".")[2] for name in embeddings] != ["embed_tokens", "lm_head"]:
         raise UserError(

@@ -212,17 +212,18 @@ def _resolve(unresolved: Any, origins: Origins) -> tuple[Any, dict[str, str], li
                 parent = value_at(data, parents)
                 if parent is not None:  # It is under a key with a dot in it, which no section knows.
                     parent[int(last) if isinstance(parent, list) else last] = part
-                if not _asked_for:
+                if not any(name in os.environ for name in _asked_for):
                     continue
                 _hide(part, text)
                 if not (place := _published(path, data)):
                     continue
                 what = f"cannot come from the environment: {place}, for everyone to read"
-                hint = f"write the value itself; in a command, your shell fills in ${_asked_for[0]}"
-                problem = Problem(path, what, origin_of(path, origins), text, hint=hint)
+                hint = _LITERALLY.format(_asked_for[0])
             except OmegaConfBaseException as error:
                 what, hint = _interpolation_error(error)
-                problem = Problem(path, what, origin_of(path, origins), text, hint=hint)
+                if _asked_for and _published(path, data):  # Once it is set, it is refused.
+                    hint = _LITERALLY.format(_asked_for[0])
+            problem = Problem(path, what, origin_of(path, origins), text, hint=hint)
         problems.append(problem)
     for problem in problems:
         # An entry of a list stays as it is, so that the numbers of the others remain true.
@@ -240,7 +241,8 @@ _PUBLISHED = {"output.name": "it names the run folder", "model.new_tokens": "tok
 )
 """Keys whose values must stand as they are in what a run leaves, to where."""
 _asked_for: list[str] = []
-"""The variables of the environment that went into the value at hand."""
+"""The variables of the environment that the value at hand names."""
+_LITERALLY = "write the value itself; in a command, your shell fills in ${}"
 
 
 def _published(path: str, data: Any) -> str | None:
@@ -270,9 +272,9 @@ def _hide(value: Any, written: str) -> None:
 
 def _from_environment(name: str, *default: str | None) -> str | None:
     """OmegaConf's `oc.env`; notes what the environment holds as nothing to show."""
+    _asked_for.append(name)
     value: str | None = oc.env(name, *default)
     if name in os.environ:
-        _asked_for.append(name)
         _hide(os.environ[name], f"${{oc.env:{name}}}")
     return value
 

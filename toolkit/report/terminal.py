@@ -45,12 +45,14 @@ class Progress:
 
     Args:
         stream: Where to write; standard output by default.
+        quiet: Whether steps and remarks are left out.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
         stream = stream or sys.stdout
+        self.quiet = quiet
         self._console = console_of(stream)
-        self._terminal = stream.isatty() and not self._console.is_dumb_terminal
+        self._terminal = stream.isatty() and not self._console.is_dumb_terminal and not quiet
         self._live: Live | None = None
         self._total_steps = self._step = self._first_step = self._shown_step = 0
         self._started = time.monotonic()
@@ -72,7 +74,7 @@ class Progress:
             self._redraw(force=True)
         else:
             resumed = f", resumed at step {step:,}" if step else ""
-            self.message(f"Training: {count_text(total_steps, 'step')}{resumed}")
+            self.remark(f"Training: {count_text(total_steps, 'step')}{resumed}")
 
     def update(
         self,
@@ -112,7 +114,7 @@ class Progress:
             self._shown_step, self._shown_at = step, now
             share = f" ({step / self._total_steps:.0%})" if self._total_steps else ""
             figures = "".join(f"  {text}" for text, _ in self._figures)
-            self.message(f"Training  step {step}/{self._total_steps}{share}{figures}")
+            self.remark(f"Training  step {step}/{self._total_steps}{share}{figures}")
 
     def evaluating(self, batch: int, num_batches: int | None = None) -> None:
         """Shows that an evaluation has reached a batch. Only the live line does; a log gets the result alone."""
@@ -142,6 +144,11 @@ class Progress:
     def message(self, text: str) -> None:
         """Prints text that stays above the live line."""
         write(Text(text), self._console)
+
+    def remark(self, text: str) -> None:
+        """A message that may be left out."""
+        if not self.quiet:
+            self.message(text)
 
     def close(self) -> None:
         """Ends the live line and leaves its last state on the screen."""

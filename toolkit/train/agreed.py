@@ -113,7 +113,7 @@ def has_liger(rendezvous: Rendezvous) -> bool:
 def use_liger(base: Any, where: Any, progress: Progress) -> None:
     """Has Liger's kernels compute parts of layers that are not compiled."""
     reason = liger_kernels.use_liger(base, where)
-    progress.message(f"Liger's kernels are not used: {reason}" if reason else "Liger's kernels run in the layers")
+    progress.remark(f"Liger's kernels are not used: {reason}" if reason else "Liger's kernels run in the layers")
 
 
 def with_flash_attention(
@@ -149,7 +149,7 @@ def with_flash_attention(
     package, said = rendezvous.exchange("attention kernels", varlen.installed(), judge)
     varlen.use(package)
     if said:
-        progress.message(said)
+        progress.remark(said)
     chosen = {"model.attention": f"torch_varlen: {said}"} if package else {}
     return loaded.decided(loaded.recipe, {**loaded.chosen, **chosen})
 

@@ -92,7 +92,7 @@ def decide(
         planned = dataclasses.replace(loaded, recipe=known)
         guard = _checked(plan_run(planned, world, source, prepared.statistics), folder, progress, force)
     loaded, layout = agreed.decided(loaded, layout, guard, rendezvous)
-    loaded, guard, fast = open_folder(loaded, guard, rendezvous, folder, progress.message)
+    loaded, guard, fast = open_folder(loaded, guard, rendezvous, folder, progress.remark)
     compiles = recipe.compile != "off" and agreed.compiles(recipe, rendezvous, guard)
     if compiles:
         compiled_layers.prepare(device.kind())
@@ -143,7 +143,10 @@ def _prepare(
     def show(audit: Audit) -> None:
         if folder:
             folder.once_accepted(lambda: write_json(folder.path / "audit.json", audit.model_dump()))
-            progress.message(render(audit, str(folder.path / "audit.json")))
+            progress.remark(render(audit, str(folder.path / "audit.json")))
+            for problem in audit.problems if progress.quiet else ():
+                if problem.level == "warning":  # Others end the run, and are said then.
+                    _log.warning("%s\n  %s", problem.what, problem.change)
 
     try:
         prepared = prepare(source.recipe, tokenizer, stops, vocab_size=source.vocab_size)
@@ -161,7 +164,7 @@ def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: boo
     except UnknownSize as error:
         progress.message(error.what)
         return None
-    progress.message(brief_text(guard.plan).plain)
+    progress.remark(brief_text(guard.plan).plain)
     for note in guard.plan.notes:
         # One that was left to the plan stays as the run began.
         if note.startswith(SLOWER) and "precision" not in guard.loaded.chosen:

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 import_deepspeed()
 
         with told_to_stop(), ahead_of_launcher():
-            train(loaded, options.force)
+            train(loaded, options.force, options.quiet)
     except UserError as error:
         tell(error, world)
         return error.exit_code

@@ -81,7 +81,7 @@ def load_model(decided: Decided, arguments: TrainingArguments, progress: Progres
     set_seed(recipe.seed)  # Some models draw numbers while they are loaded, as many as the engine lets them.
     model = add_method(base, begins.recipe, types, new_tokens=new_tokens, reach=reach)
     if reach.outside:
-        progress.message(f"No text reaches {', '.join(reach.outside)}, which are not trained")
+        progress.remark(f"No text reaches {', '.join(reach.outside)}, which are not trained")
     start = part_of_base(model, begins.recipe)
     divide_model(model, layout.tensor, layout.expert, world.rank)
     if layout.tensor > 1 and types.load == "float32":

@@ -256,9 +256,9 @@ def _note(decided: Decided, trained: TrainedModel, trainer: Any, progress: Progr
             "as you"
         )
     if trained.in_fp8:
-        progress.message(f"{trained.in_fp8:,} of {counts.base:,} parameters are multiplied in fp8, the rest in bf16")
+        progress.remark(f"{trained.in_fp8:,} of {counts.base:,} parameters are multiplied in fp8, the rest in bf16")
     if recipe.method.name == "lora":
-        progress.message(f"{counts.base:,} parameters: {counts.shares}")
+        progress.remark(f"{counts.base:,} parameters: {counts.shares}")
     checkpoint.check_fits(folder.resume_from, trainer.saves.model)
     folder.describe(
         decided.loaded,

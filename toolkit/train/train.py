@@ -67,12 +67,13 @@ from toolkit.train.torn_libraries import remove_torn
 _log = logging.getLogger("toolkit.train")
 
 
-def train(loaded: Loaded, force: bool = False) -> None:
+def train(loaded: Loaded, force: bool = False, quiet: bool = False) -> None:
     """Trains a recipe: sets up, takes the steps, writes what comes out.
 
     Args:
         loaded: With an engine that is known, see `planner.launch.decide_for_launch`.
         force: Whether to start also what would not fit by the plan.
+        quiet: Whether results, warnings and errors are all that is said.
 
     Example:
         >>> train(load_checked("smollm2_135m_lora_demo", ["precision=bf16", "max_steps=5"]))
@@ -85,7 +86,7 @@ def train(loaded: Loaded, force: bool = False) -> None:
     world = World.from_environment()
     first = world.rank == 0
     # Whatever ends one process early is told to the others, which would wait for it.
-    shown = Progress(sys.stdout if first else io.StringIO())
+    shown = Progress(sys.stdout if first else io.StringIO(), quiet)
     with connect(world) as rendezvous, contextlib.closing(shown) as progress:
         folder = claim_together(loaded, rendezvous)
         if folder.finished:
@@ -140,7 +141,7 @@ def _train(
             for warning in not_changed(resume_from, recipe) if resume_from and world.rank == 0 else ():
                 _log.warning("%s", warning)
             if folder.is_trained:
-                progress.message(f"{folder.final} is trained and saved; what follows is completed.")
+                progress.remark(f"{folder.final} is trained and saved; what follows is completed.")
             if resume_from and resume_from.resolve().parent != folder.checkpoints.resolve():
                 progress.message(
                     f"{resume_from} is no checkpoint of this run, and is taken as checkpoint.resume says: its weights, "

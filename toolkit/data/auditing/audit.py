@@ -42,6 +42,8 @@ class SourceFigures(BaseModel):
     rows: int = 0
     empty_rows: int = 0
     """Rows without content."""
+    first_empty: str = ""
+    """Where the first of them stands."""
     unused_columns: list[str] = []
     verdicts: dict[str, int] = {}
     """Unused columns that say yes in some rows and no in others, and in how many they say no."""
@@ -122,6 +124,8 @@ class Side(BaseModel):
     tokens: int
     trained_tokens: int
     untrained_rows: int
+    first_untrained: str = ""
+    """Where the first of them stands."""
     over_long: OverLong
     longest: str
     """Where the longest row stands."""
@@ -186,6 +190,12 @@ class Audit(BaseModel):
         """Training rows that have nothing to learn from."""
         empty = sum(source.empty_rows for source in self.sources if source.role == "train")
         return empty + self.train.untrained_rows
+
+    @property
+    def first_untrained(self) -> str:
+        """Where one of them stands."""
+        empty = [source.first_empty for source in self.sources if source.role == "train"]
+        return next(filter(None, [*empty, self.train.first_untrained]), "")
 
 
 class DataError(UserError):

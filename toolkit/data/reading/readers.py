@@ -365,7 +365,7 @@ def _loads(text: str, path: Path, first_line: int) -> Any:
         line = first_line + error.lineno - 1
         raise UserError(
             f"{path}:{line} column {error.colno} is not valid JSON: {error.msg}, near `{near}`",
-            "correct this line; a .jsonl file has one object per line",
+            "correct this line" + "; a .jsonl file has one object per line" * (kind(path) == "jsonl"),
         ) from error
     except (RecursionError, ValueError) as error:  # nested a thousand deep, a number too long, a key said twice
         raise UserError(f"{path}:{first_line} cannot be read as JSON: {error}", "correct or remove this row") from None

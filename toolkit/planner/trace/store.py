@@ -40,6 +40,8 @@ _LAUNCH = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "RANK", "WORLD_SIZE", "LOCAL_RA
 """Beginnings of the variables by which launchers speak to the processes they start."""
 _read_before: dict[str, Trace] = {}
 """Traces by key: advice asks for the same one again and again."""
+_told: set[str] = set()
+"""Architectures of which it was said that they are traced."""
 _too_long: dict[str, str] = {}
 """Why an architecture's code is not traced in time: in another setting it takes as long."""
 
@@ -102,7 +104,10 @@ def _trace_in_worker(setting: Setting) -> Trace:
             sizes = {way: getattr(setting, way) for way in ("tensor", "context", "expert")}
             ways += "".join(f", parallel.{way} {size}" for way, size in sizes.items() if size > 1)
             ways += ", layers compiled" if setting.compiled else ""
-            _log.info("tracing this model for the first time: method %s", ways)
+            # What is chosen for a recipe takes a trace of each way; one line says why that takes so long.
+            level = logging.DEBUG if architecture in _told else logging.INFO
+            _log.log(level, "tracing this model for the first time: method %s", ways)
+            _told.add(architecture)
             answer = ask({"trace": dataclasses.asdict(setting)})
             if answer.get("error", "").startswith(TimeoutError.__name__):
                 _too_long[architecture] = answer["error"]

@@ -130,7 +130,7 @@ def _computed(session: Session) -> torch.Tensor:
     datasets += [trainer.eval_dataset] if trainer.eval_dataset is not None else []
     rows, scored = len(trainer.train_dataset) + sum(map(len, datasets[1:])), sum(map(len, datasets))
     what = "pairs" if session.recipe.pairs else "answers"
-    session.progress.message(f"Scoring {scored:,} {what} once by the model as it is, which is the reference")
+    session.progress.remark(f"Scoring {scored:,} {what} once by the model as it is, which is the reference")
     table = torch.zeros(rows, 2, dtype=torch.float64, device=trainer.args.device)
     size = session.recipe.evaluation.batch_size or session.layout.micro_batch_size
     with before_training(session):
