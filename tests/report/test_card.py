@@ -12,6 +12,7 @@ import yaml
 from example_run import AUDIT, MANIFEST
 from harness import write_jsonl
 from pages import step_line
+from snippets import run_snippet
 from tiny import tiny_gguf, tiny_model
 
 from toolkit.recipe import Recipe
@@ -51,16 +52,6 @@ def run(tmp_path: Path) -> Path:
 
 def metadata(card: str) -> dict[str, Any]:
     return yaml.safe_load(card.split("---\n")[1])
-
-
-def run_snippet(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Executes the card's code inside the model's folder; returns its variables."""
-    code = re.search(r"```python\n(.*?)```", card, flags=re.DOTALL)
-    assert code
-    monkeypatch.chdir(folder)
-    variables: dict[str, Any] = {}
-    exec(code[1], variables)
-    return variables
 
 
 def test_a_full_model_loads_and_chats_as_the_card_says(

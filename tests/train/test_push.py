@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 from small import LORA, place_with, trained
+from snippets import run_snippet
 
 from toolkit.cli.main import main
 
@@ -130,7 +131,7 @@ def full(place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(place: Path) -> Path:
-    return trained("pushed-lora", *LORA)
+    return trained("pushed-lora", *LORA, "data.eval_split=0.2")
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +192,41 @@ def test_an_adapter_takes_its_bases_licence_and_goes_nowhere_without_a_base_on_t
     recipe.write_text(local.replace("path: llama", "path: a/base"))
     assert main(["push", str(adapter), "me/x", "public=true"]) == 0
     assert b"license: mit" in hub.files["README.md"] and hub.made[0]["visibility"] == "public"
+    recipe.write_text(local)
+
+
+def test_what_was_merged_or_exported_is_sent_with_the_runs_figures(
+    adapter: Path, full: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(adapter), "me/x", "license=mit"]) == 1
+    assert f"add folder={adapter}/merged" in capsys.readouterr().err
+    assert main(["merge", str(adapter)]) == 0 and main(["export", str(adapter), "format=int8"]) == 0
+    for made, said in {"merged": "is merged into it", "int8": "exported as int8"}.items():
+        assert main(["push", str(adapter), "me/x", "license=mit", f"folder={adapter / made}"]) == 0
+        sent, card = hub.files.copy(), hub.files["README.md"].decode()
+        assert sent.keys() == {file.name for file in (adapter / made).iterdir()}
+        assert sent["model.safetensors"] == (adapter / made / "model.safetensors").read_bytes()
+        assert said in card and "library_name: transformers" in card and "license: mit" in card
+        assert "held-out rows, by the model in training" in card
+        with monkeypatch.context() as patch:
+            assert "output" in run_snippet(card, adapter / made, patch)
+        hub.files.clear()
+
+
+def test_a_folder_that_the_run_was_not_made_into_is_not_sent(
+    adapter: Path, full: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["merge", str(adapter), "--weights", "0.5", "--output", str(tmp_path / "half")]) == 0
+    assert main(["export", str(full), "format=int8", f"output={tmp_path / 'other'}"]) == 0
+    for folder, why in {
+        full / "final": "nothing that was merged or exported",
+        tmp_path / "half": "a weighted sum of adapters",
+        tmp_path / "other": f"made of the run {full.name}, not of {adapter.name}",
+    }.items():
+        capsys.readouterr()
+        assert main(["push", str(adapter), "me/x", "license=mit", f"folder={folder}"]) == 1
+        assert why in capsys.readouterr().err
+    assert not hub.asked
 
 
 def test_a_full_disk_leaves_the_card_whole_and_no_part_of_a_file_is_sent(

@@ -182,13 +182,19 @@ class Push(Keys):
     """By the Hub's list; by default the base model's."""
     public: bool = False
     branch: str | None = None
+    folder: Path | None = None
+    """Of what was merged or exported, which is sent in place of the run's own model."""
 
 
 @command(
     _RUN,
     option("repository", "OWNER/NAME", "on the Hugging Face Hub; it is made, private, if there is none"),
     option(
-        "arguments", "key=value", "license=apache-2.0, public=true, branch=NAME: docs/use.md", nargs="*", default=[]
+        "arguments",
+        "key=value",
+        "license=apache-2.0, public=true, branch=NAME, folder=DIR: docs/use.md",
+        nargs="*",
+        default=[],
     ),
 )
 def push(options: argparse.Namespace) -> None:
@@ -197,7 +203,13 @@ def push(options: argparse.Namespace) -> None:
     from toolkit.train.finished.push import push
 
     where = push(
-        run, options.repository, wanted.license, wanted.public, wanted.branch, lambda line: print(printable(line))
+        run,
+        options.repository,
+        wanted.license,
+        wanted.public,
+        wanted.branch,
+        wanted.folder,
+        lambda line: print(printable(line)),
     )
     print(printable(where))
 

@@ -33,6 +33,10 @@ from toolkit.report.scores import OF_VECTORS, of_tokens
 from toolkit.report.serving import on_base, serving, vllm_line
 from toolkit.report.teacher import NEARNESS
 
+MERGED = "merged"
+"""What a folder holds in which an adapter is merged into its base."""
+MERGE_PROOF, EXPORT_PROOF = "merge_proof.json", "export_proof.json"
+"""Beside a model that was merged or exported: how near its outputs are to those of the run's model."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE = re.compile(rf"({'|'.join(map(re.escape, [*KINDS, '.gguf']))})(\.\w+)?$", re.IGNORECASE)
 _OBJECTIVES = {
@@ -95,34 +99,39 @@ def _auto_class(folder: Path, recipe: Recipe) -> str:
     return "AutoModelForImageTextToText" if kind in model_configs.OF_IMAGES else "AutoModelForCausalLM"
 
 
-def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path:
+def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str, form: str | None = None) -> Path:
     """Writes the model card `README.md`.
 
     Args:
         folder: Folder of the trained model or adapter, with its tokenizer.
         run: The run folder, for what was measured.
         base_model: Hub id, local path or `builtin:` name of the model that training started from.
+        form: What was made of the run's model: `MERGED`, or the format in which it was exported.
     """
     record, base_model = read_run(run), concealed(base_model)
+    adapter = recipe.method.name == "lora" and form is None
     gguf = recipe.model.gguf_file or (Path(base_model).name if base_model.endswith(".gguf") else "")
     content = page.render(
         "card.md.j2",
-        card_data=_metadata(record, recipe, base_model).to_yaml(),
+        card_data=_metadata(record, recipe, base_model, form).to_yaml(),
         record=record,
         recipe=recipe,
-        description=_description(recipe, base_model),
+        adapter=adapter,
+        description=_description(recipe, base_model, form),
+        proof=form and (MERGE_PROOF if form == MERGED else EXPORT_PROOF),
+        gguf_file=_is_gguf(form),
         results=_results_table(record),
         held_out_rows=record.audit.eval.rows if record.audit and record.audit.eval else 0,
         base_on_hub=is_hub_id(base_model),
         builtin_base=model_configs.BUILTIN_MODELS.get(base_model),
         gguf=f", gguf_file={gguf!r}" if gguf else "",
         # Transformers looks for such a file in a folder.
-        gguf_path=recipe.method.name == "lora" and base_model.endswith(".gguf"),
+        gguf_path=adapter and base_model.endswith(".gguf"),
         chat=_is_chat(folder, record, recipe),
         auto_class=_auto_class(folder, recipe),
         labels=record.audit.classes if record.audit else [],
         classes=class_tables(record.result)[:-1] if recipe.classifies else [],
-        served=_served(record, recipe, base_model),
+        served=_served(record, recipe, base_model, form),
         settings=_settings(record, recipe),
     )
     path = folder / "README.md"
@@ -130,9 +139,14 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
     return path
 
 
-def _metadata(record: Record, recipe: Recipe, base_model: str) -> ModelCardData:
+def _is_gguf(form: str | None) -> bool:
+    return bool(form and form.startswith("gguf"))
+
+
+def _metadata(record: Record, recipe: Recipe, base_model: str, form: str | None) -> ModelCardData:
     """What the Hub reads. No license: that of the base model and the data is not known here."""
-    adapter, sources = recipe.method.name == "lora", list(dict.fromkeys(_source_paths(recipe)))
+    adapter = recipe.method.name == "lora" and form is None
+    sources = list(dict.fromkeys(_source_paths(recipe)))
     datasets = [path for path in sources if is_hub_id(path)]
     task = _TASKS.get(recipe.objective, "text-generation")
     results = [
@@ -151,7 +165,7 @@ def _metadata(record: Record, recipe: Recipe, base_model: str) -> ModelCardData:
     return ModelCardData(
         base_model=base_model if on_hub else None,
         base_model_relation=("adapter" if adapter else "finetune") if on_hub else None,
-        library_name="peft" if adapter else "transformers",
+        library_name=None if _is_gguf(form) else "peft" if adapter else "transformers",
         pipeline_tag=None if recipe.objective == "seq2seq" else task,
         tags=[_method(recipe).lower().replace(" ", "-"), _TAGS.get(recipe.objective, recipe.objective)],
         datasets=datasets or None,
@@ -160,12 +174,18 @@ def _metadata(record: Record, recipe: Recipe, base_model: str) -> ModelCardData:
     )
 
 
-def _description(recipe: Recipe, base_model: str) -> str:
+def _description(recipe: Recipe, base_model: str, form: str | None) -> str:
+    adapter = recipe.method.name == "lora"
     sources = ", ".join(dict.fromkeys(_shown(path) for path in _source_paths(recipe)))
-    what = f"A {_method(recipe)} adapter for" if recipe.method.name == "lora" else "A fine-tuned version of"
+    what = f"A {_method(recipe)} adapter for" if adapter and form is None else "A fine-tuned version of"
     teacher = recipe.distillation.teacher if recipe.distills else None
     learnt_from = f" from {_shown(concealed(teacher.path))}" if teacher else ""
-    return f"{what} {_shown(base_model)}, made by {_OBJECTIVES[recipe.objective]}{learnt_from} on {sources}."
+    text = f"{what} {_shown(base_model)}, made by {_OBJECTIVES[recipe.objective]}{learnt_from} on {sources}."
+    if adapter and form:
+        text += f" The {_method(recipe)} adapter that was trained is merged into it."
+    if form and form != MERGED:
+        text += f" It was exported as {form}."
+    return text
 
 
 def _results(record: Record) -> list[tuple[str, str, float | None, float | None]]:
@@ -219,10 +239,11 @@ def _is_chat(folder: Path, record: Record, recipe: Recipe) -> bool:
     return recipe.rows_for in ("sft", *PREFERENCES) and (folder / "chat_template.jinja").is_file()
 
 
-def _served(record: Record, recipe: Recipe, base_model: str) -> list[str]:
+def _served(record: Record, recipe: Recipe, base_model: str, form: str | None) -> list[str]:
     """The lines that serve the folder of the card; none where that takes what is not published."""
-    if recipe.method.name == "full":
-        return [line for _, line in serving(record.folder, recipe, Path("."), record.name)]
+    if recipe.method.name == "full" or form:
+        exported = None if form == MERGED else form
+        return [line for _, line in serving(record.folder, recipe, Path("."), record.name, exported)]
     if recipe.headed or recipe.objective == "seq2seq":
         return []
     return [vllm_line(recipe, ".", record.name)] if on_base(recipe) and is_hub_id(base_model) else []

@@ -40,6 +40,7 @@ from toolkit.planner.hardware.detect import ram
 from toolkit.planner.workload import WIDTH
 from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
+from toolkit.report.card import MERGE_PROOF, MERGED, write_card
 from toolkit.report.load import read_manifest
 from toolkit.train.checkpoints.storage import build_new, check_new
 from toolkit.train.finished.export import final_model, opened
@@ -97,9 +98,10 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
         for each, final in zip(sources, finals, strict=True)
         for row in proof_rows(each, each.tokenizer(saved=final), max(1, _PROOF_ROWS // len(runs)))
     ]
-    proof: dict[str, Any] = {"rows": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows)}
+    proof: dict[str, Any] = {"run": runs[0].resolve().name, "rows": len(rows)}
+    proof["tokens"] = sum(len(row["input_ids"]) for row in rows)
     adapters = dict(zip(finals, weights or [1.0], strict=True))
-    if len(runs) > 1:
+    if weights:
         proof["adapters"] = {str(run): weight for run, weight in zip(runs, adapters.values(), strict=True)}
 
     def write(folder: Path) -> None:
@@ -110,7 +112,9 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
         copy_untouched(folder, source)
         if source.recipe.embeds:
             write_modules(folder, source)
-        write_json(folder / "merge_proof.json", proof)
+        write_json(folder / MERGE_PROOF, proof)
+        if not weights:  # Of a sum nothing was measured.
+            write_card(folder, runs[0], recipes[0], recipes[0].model.path, MERGED)
 
     build_new(output, write, "--output")
     text = (

@@ -15,12 +15,12 @@ from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 from huggingface_hub.utils import get_session, validate_repo_id
 
-from toolkit.common import UserError, bytes_text, count_text, in_a_line
+from toolkit.common import UserError, bytes_text, count_text, in_a_line, shell_line
 from toolkit.data.reading.hub import silence
-from toolkit.files import write_atomically
+from toolkit.files import read_file, write_atomically
 from toolkit.recipe.load import load_resolved
 from toolkit.recipe.model_configs import BUILTIN_MODELS
-from toolkit.report.card import is_hub_id, write_card
+from toolkit.report.card import EXPORT_PROOF, MERGE_PROOF, MERGED, is_hub_id, write_card
 from toolkit.train.finished.export import final_model
 
 _REFUSED = "log in with a token that may write there (`hf auth login`), or see whether the account's storage is used up"
@@ -33,12 +33,19 @@ _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
 def push(
-    run: Path, repository: str, license: str | None, public: bool, branch: str | None, say: Callable[[str], None]
+    run: Path,
+    repository: str,
+    license: str | None,
+    public: bool,
+    branch: str | None,
+    folder: Path | None,
+    say: Callable[[str], None],
 ) -> str:
-    """Sends the model or adapter of a finished run, in one commit.
+    """Sends the model or adapter of a finished run, or what was merged or exported of it, in one commit.
 
     Args:
         repository: `OWNER/NAME` on the Hub; it is made, private, if there is none.
+        folder: Of the merged or exported model; None for the run's own.
         license: The Hub's name of one, such as `apache-2.0`; by default that of the base model.
         public: Whether a repository that is made now can be seen by everybody.
         branch: Of the repository; by default its main branch.
@@ -51,11 +58,12 @@ def push(
         UserError: Before anything is sent, if something is not in order; or if the Hub refuses it.
     """
     _check_name(repository)
-    final = final_model(run)
+    form = _made_of(run, folder) if folder else None
+    final = folder or final_model(run)
     base = _loadable_base(run, final)
     if not (final / "README.md").is_file():
         recipe = load_resolved(run / "recipe.yaml")
-        write_card(final, run, recipe, recipe.model.path)
+        write_card(final, run, recipe, recipe.model.path, form)
     # The client itself would wait for ever, for each answer.
     if not constants.HF_HUB_OFFLINE and (reason := silence(constants.ENDPOINT)):
         raise UserError(f"the Hub at {constants.ENDPOINT} cannot be reached: {reason}", _NETWORK)
@@ -136,6 +144,31 @@ def _check_name(repository: str) -> None:
         raise UserError(f"{repository} names no owner", f"write OWNER/{repository}")
 
 
+def _made_of(run: Path, folder: Path) -> str:
+    """What a folder holds of a run's model, as `write_card` calls it.
+
+    Raises:
+        UserError: If it was not made of this run alone.
+    """
+    proofs = [folder / name for name in (MERGE_PROOF, EXPORT_PROOF) if (folder / name).is_file()]
+    if not proofs:
+        raise UserError(
+            f"folder={folder} holds nothing that was merged or exported",
+            "name a folder that `toolkit merge` or `toolkit export` wrote, or leave it out for the run's own model",
+        )
+    proof = json.loads(read_file(proofs[0]))
+    if "adapters" in proof:
+        raise UserError(
+            f"folder={folder} holds a weighted sum of adapters, of which no run measured anything",
+            f"write a card for it and send it with `hf upload`: {folder / 'README.md'}",
+        )
+    # Of before this was noted, nothing is known.
+    name = run.resolve().name
+    if (made_of := proof.get("run", name)) != name:
+        raise UserError(f"folder={folder} was made of the run {made_of}, not of {name}", "name that run")
+    return str(proof.get("format", MERGED))
+
+
 def _loadable_base(run: Path, final: Path) -> str | None:
     """The base model on the Hub, if it is there.
 
@@ -145,17 +178,18 @@ def _loadable_base(run: Path, final: Path) -> str | None:
     base = load_resolved(run / "recipe.yaml").model.path
     if is_hub_id(base):
         return base
+    merged = f"merge it (`{shell_line('toolkit', 'merge', str(run))}`) and add folder={run / 'merged'}"
     if (final / "adapter_config.json").is_file() and base in BUILTIN_MODELS:
         raise UserError(
             f"this adapter's base is the built-in model, {BUILTIN_MODELS[base]} in 4 bits, which is not on the Hub: "
             "nobody else could load it",
-            f"train from the model on the Hub (model.path={BUILTIN_MODELS[base]}), or publish a full model",
+            f"train from the model on the Hub (model.path={BUILTIN_MODELS[base]}), or {merged}",
         )
     if (final / "adapter_config.json").is_file():
         said = json.loads((final / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
         raise UserError(
             f"this adapter's base, {Path(str(said)).name}, is not on the Hub: nobody else could load it",
-            "train from the base's id on the Hub (model.path=OWNER/NAME), or publish a full model",
+            f"train from the base's id on the Hub (model.path=OWNER/NAME), or {merged}",
         )
     return None
 

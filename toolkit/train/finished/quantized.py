@@ -39,6 +39,7 @@ from toolkit.models.untouched_files import copy_untouched
 from toolkit.models.weight_reads import kept_whole
 from toolkit.recipe import model_configs
 from toolkit.recipe.load import load_resolved
+from toolkit.report.card import EXPORT_PROOF, write_card
 from toolkit.train.checkpoints.storage import build_new, check_new
 from toolkit.train.finished import gguf
 from toolkit.train.finished.export import final_model, load_trained, on_device, opened
@@ -140,7 +141,7 @@ def export(run: Path, form: str, output: Path) -> str:
     wanted = probe.outputs(on_device(load_trained(run)[1], recipe), dtypes(recipe).autocast)
     _free()
     exporting = _Exporting(source, form, probe, getattr(torch, dtypes(recipe).export))
-    proof: dict[str, Any] = {"format": form, "rows": probe.rows}
+    proof: dict[str, Any] = {"run": run.resolve().name, "format": form, "rows": probe.rows}
     if not headed:
         proof["tokens"] = sum(map(len, wanted))
 
@@ -164,7 +165,8 @@ def export(run: Path, form: str, output: Path) -> str:
         if recipe.embeds and importlib.util.find_spec("sentence_transformers"):
             proof["distance_by_sentence_transformers"] = distance(again, exporting.sentence_vectors(folder))
             exporting.require("by sentence-transformers", proof["distance_by_sentence_transformers"], roundings=4)
-        write_json(folder / "export_proof.json", proof)
+        write_json(folder / EXPORT_PROOF, proof)
+        write_card(folder, run, recipe, recipe.model.path, form)
 
     build_new(output, write, "output=DIR")
     text = (
