@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import material  # noqa: E402
 import yaml  # noqa: E402
 
-from toolkit.data import builtin  # noqa: E402
+from toolkit.data.reading import builtin  # noqa: E402
 from toolkit.planner.hardware import once_measured, this_machine  # noqa: E402
 
 GIB = 2**30

@@ -356,9 +356,9 @@ _NOTES = """
   by 5e-7 of their norm). In fp64 they agree to 1e-15, so the cause is the order of sums, not an extra token.
 - **Mamba, Falcon-Mamba**: the scan keeps fp32 inside, so fp64 does not separate them further (1e-9 of the gradient).
   Their states carry over document boundaries, so they do not pack.
-- **ProphetNet**: Transformers' code adds the relative positions of other tokens than it computed them of, by an order
-  that changes with the longest target and the rows of a micro-batch. A tiny model's loss beside a target of three
-  tokens more differs by 2e-4, and by a token that comes later its scores change by 1e-3.
+- **ProphetNet**: Transformers' code adds relative positions to the wrong tokens, in an order that depends on the
+  longest target and on the number of rows. A tiny model's loss beside a target of three tokens more differs by 2e-4,
+  and a later token changes the scores before it by 1e-3.
 """
 _INTRODUCTION = """\
 # Models

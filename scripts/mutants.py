@@ -247,8 +247,9 @@ class Reach:
         of_module = {test for test in self.seconds if module in self.texts[test.split("::")[0]]}
         reached = {test for line in lines or contexts for test in contexts.get(line, ()) if test in self.seconds}
         # Those of the module's own file may reach it in processes that they start.
-        _, package, *_ = Path(mutant.file).parts
-        of = f"tests/{package}/test_{Path(mutant.file).stem}.py" if lines else f"tests/{package}/"
+        _, *rooms, file = Path(mutant.file).parts
+        folder = "/".join(["tests", *rooms[:1]])
+        of = tuple(f"{folder}/test_{name}.py" for name in (Path(file).stem, *rooms[1:])) if lines else f"{folder}/"
         reached |= {test for test in self.seconds if test.startswith(of)} | (set() if lines else of_module)
         importing = reached & of_module
         for part in (importing, reached - importing):

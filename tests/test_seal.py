@@ -92,6 +92,8 @@ def test_a_record_that_is_not_as_it_was_written(saved: Path) -> None:
     assert read_seal(saved) == {}
     record.unlink()
     assert fault(saved) == "was cut off while saving"
+    record.mkdir()
+    assert read_seal(saved) == {} and fault(saved).startswith("cannot be read: is no file")
 
 
 def test_a_folder_is_built_once_and_again_when_it_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

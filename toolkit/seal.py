@@ -50,18 +50,24 @@ def seal(checkpoint: Path, values: Mapping[str, Any]) -> Path:
     return checkpoint / _RECORD
 
 
-def read_seal(checkpoint: Path, raised: Container[int] = ()) -> dict[str, Any]:
-    """What `seal` recorded; empty if there is no record, or it is not as it was written.
+def read_seal(checkpoint: Path) -> dict[str, Any]:
+    """What `seal` recorded; empty if there is no record, it cannot be read, or it is not as it was written."""
+    try:
+        return _recorded(checkpoint)
+    except OSError:
+        return {}
 
-    Args:
-        raised: Numbers of errors that are raised, where a record that cannot be read is not as if there were none.
+
+def _recorded(checkpoint: Path) -> dict[str, Any]:
+    """The same.
+
+    Raises:
+        OSError: If there is no record, or it cannot be read.
     """
     try:
         record = json.loads(read_file(_record(checkpoint)))
         digest = record.pop("sha256")
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        if isinstance(error, OSError) and error.errno in raised:
-            raise
+    except (ValueError, LookupError, AttributeError, TypeError):
         return {}
     return record if digest == content_hash(record) else {}
 
@@ -72,10 +78,16 @@ def fault(checkpoint: Path, raised: Container[int] = ()) -> str:
     Args:
         raised: Numbers of errors of reading it that are raised.
     """
-    record = read_seal(checkpoint, raised)
+    try:
+        record = _recorded(checkpoint)
+    except FileNotFoundError:
+        return "was cut off while saving"
+    except OSError as error:
+        if error.errno in raised:
+            raise
+        return unread(error)
     if not record:
-        file = _record(checkpoint)
-        return f"is damaged: {file.name} is not as it was written" if file.exists() else "was cut off while saving"
+        return f"is damaged: {_record(checkpoint).name} is not as it was written"
     if reason := damage(checkpoint, record["files"], raised):
         return reason
     added = sorted({*_files(checkpoint)} - record["files"].keys())

@@ -313,7 +313,7 @@ def test_more_than_half_without_answer_is_fatal(tmp_path: Path) -> None:
     rows = [chat_row("hi", "yo")] + [{"messages": [{"role": "user", "content": f"{n}"}]} for n in range(3)]
     message = refused(tmp_path, rows)
     assert "3 of 4 rows have no trained token" in message and "data.train_on" in message
-    assert re.search(r", such as \S+\.jsonl:[234]", message), message
+    assert re.search(r"cut off; first: \S+\.jsonl:[234]\)", message), message
 
 
 def test_a_row_that_is_left_out_is_named(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_row_that_is_left_out_is_named(tmp_path: Path) -> None:
     told = [
         problem.what for problem in prepare(recipe(file), chatml_tokenizer(), STOP, tmp_path / "cache").audit.problems
     ]
-    assert f"1 of 3 rows has no trained token and is left out, such as {file}:2" in told, told
+    assert f"1 of 3 rows has no trained token and is left out (first: {file}:2)" in told, told
 
 
 def test_no_usable_row_is_fatal(tmp_path: Path) -> None:

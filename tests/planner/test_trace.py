@@ -630,6 +630,7 @@ def test_a_size_that_is_not_stated_is_not_made_up(tmp_path: Path, monkeypatch: A
 def test_that_a_model_is_traced_is_told_once(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    monkeypatch.setattr(store, "_told", set())
     caplog.set_level(logging.INFO, "toolkit")
     for way in ("none", "full"):
         with pytest.raises(UnknownSize):

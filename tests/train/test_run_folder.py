@@ -430,6 +430,24 @@ def test_a_run_does_not_begin_anew_because_no_checkpoint_can_be_read_now(place: 
     assert claim(small(), 2).resume_from == later
 
 
+def test_what_cannot_be_read_now_is_kept_whatever_is_kept_of_it_already(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = stopped()
+    for number in ("", "-2"):
+        later = stopped(step=9)
+        (later / "seal.json").unlink()
+        (later / "seal.json").symlink_to("/proc/self/mem")  # Reading it is an input/output error.
+        for named in ([], [f"checkpoint.resume={whole}"]):
+            claimed = claim(small(*named), 2)
+            assert claimed.resume_from == whole and [*claimed.passed_over] == [later]
+            # It makes no room for others.
+            assert claimed.kept_bytes() == sum(file.stat().st_size for file in whole.iterdir())
+        checkpoint.keep_unread(claimed.passed_over)
+        kept = later.with_name(f"unread-checkpoint-9{number}")
+        assert kept.is_dir() and not later.exists() and f"is kept as {kept}" in caplog.text
+
+
 @contextmanager
 def _unread(file: Path) -> Iterator[None]:
     """Has reading a file be an input/output error."""

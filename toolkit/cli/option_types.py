@@ -32,7 +32,7 @@ def port(text: str) -> int:
 
 def time_limit(text: str) -> str:
     """A time limit as Slurm takes it, which leaves time to train: `4:00` is four minutes."""
-    if text.upper() == "UNLIMITED":
+    if text.upper() in ("UNLIMITED", "INFINITE"):
         return text
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if not found:

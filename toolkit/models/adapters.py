@@ -287,7 +287,7 @@ def _modules_to_save(model: PreTrainedModel, targets: str | list[str], saved: li
     embeddings = [
         name
         for name, module in model.named_modules()
-        if any(getattr(module, "weight", None) is each for each in weights)
+        if any(each is not None and getattr(module, "weight", None) is each for each in weights)
     ]
     tied = weights[0] is weights[1]
     if isinstance(targets, list) and (named := [name for name in embeddings if matches(name, targets)]):

@@ -144,9 +144,11 @@ def load_teacher(
     unfit = backends.unfit_to_teach(source.config.to_dict(), teacher_dtype(recipe), place.type)
     if why := unfit.get(backend):
         fit = [name for name, ok in available.items() if ok == "ok" and name not in unfit]
+        # Of a kernel for 16 bits.
+        narrower = f"set {_HERE}.dtype=auto, or " if "in fp32" in why else ""
         raise UserError(
             f"{_HERE}.path: the teacher cannot attend as the student does, by {backend}: {why}",
-            f"set model.attention to one of: auto, {', '.join(fit)}",
+            f"{narrower}set model.attention to one of: auto, {', '.join(fit)}",
         )
     with _of_teacher(), _whole():
         model: Any = source.load(types, backend)

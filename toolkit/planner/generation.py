@@ -14,7 +14,8 @@ from toolkit.recipe import Recipe
 
 SCORES = 24
 """Bytes for each entry of the vocabulary and sequence while a token is drawn: scores, their copy divided by the
-temperature, probabilities and what is left of them in fp32, cumulated ones in fp64 (`train.rollouts.Drawn`)."""
+temperature, probabilities and what is left of them in fp32, cumulated ones in fp64: `Drawn` in
+`train.trainers.rollouts`."""
 
 
 def generates(recipe: Recipe) -> bool:

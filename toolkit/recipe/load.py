@@ -218,11 +218,11 @@ def _resolve(unresolved: Any, origins: Origins) -> tuple[Any, dict[str, str], li
                 if not (place := _published(path, data)):
                     continue
                 what = f"cannot come from the environment: {place}, for everyone to read"
-                hint = _LITERALLY.format(_asked_for[0])
+                hint = _LITERALLY.format(next(name for name in _asked_for if name in os.environ))
             except OmegaConfBaseException as error:
                 what, hint = _interpolation_error(error)
                 if _asked_for and _published(path, data):  # Once it is set, it is refused.
-                    hint = _LITERALLY.format(_asked_for[0])
+                    hint = _LITERALLY.format(_asked_for[-1])
             problem = Problem(path, what, origin_of(path, origins), text, hint=hint)
         problems.append(problem)
     for problem in problems:

@@ -51,7 +51,7 @@ def _changed(value: Any, change: Callable[[Section], dict[str, str]]) -> Any:
     paths = change(value)
     inner = {key: _changed(each, change) for key, each in value if key not in paths}
     copy = value.model_copy(update=inner | paths)
-    copy._written = {key: getattr(value, key) for key in paths}
+    copy._written = {key: getattr(value, key) for key in paths if key not in value._written}
     return copy
 
 
@@ -64,6 +64,9 @@ def _places(section: Section) -> list[str]:
 
 def _from(folder: Path, path: str) -> str:
     """A relative path followed from a folder; empty where nothing is there."""
-    if os.path.isabs(path) or not (os.path.lexists(folder / path) or glob.glob(path, root_dir=folder, recursive=True)):
+    if os.path.isabs(path):
         return ""
-    return str(folder / path)
+    if os.path.lexists(folder / path):
+        return str(folder / path)
+    # It becomes a part of the pattern.
+    return os.path.join(glob.escape(str(folder)), path) if glob.glob(path, root_dir=folder, recursive=True) else ""

@@ -1,4 +1,4 @@
-"""Whether shared beginnings of documents are computed once, as `data.shared_prefixes` lays them out."""
+"""Whether shared beginnings of documents are computed once, as `data.batching.shared_prefixes` lays them out."""
 
 from __future__ import annotations
 

@@ -92,7 +92,6 @@ def decide(
         planned = dataclasses.replace(loaded, recipe=known)
         guard = _checked(plan_run(planned, world, source, prepared.statistics), folder, progress, force)
     loaded, layout = agreed.decided(loaded, layout, guard, rendezvous)
-    loaded, guard, fast = open_folder(loaded, guard, rendezvous, folder, progress.remark)
     compiles = recipe.compile != "off" and agreed.compiles(recipe, rendezvous, guard)
     if compiles:
         compiled_layers.prepare(device.kind())
@@ -107,6 +106,8 @@ def decide(
     loaded = agreed.with_flash_attention(
         loaded, source, backend, layout, prepared.statistics, length.total_steps, rendezvous, progress
     )
+    # Last of all, because who goes on from here removes it where the start is refused.
+    loaded, guard, fast = open_folder(loaded, guard, rendezvous, folder, progress.remark)
     start_up.ended("plan")
     return Decided(
         loaded=loaded,

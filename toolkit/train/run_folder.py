@@ -90,8 +90,10 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def kept_bytes(self) -> int:
-        """Of checkpoints and models that are there already."""
-        places = (self.checkpoints, self.path / "snapshots", self.final)
+        """Of checkpoints and models that are there already, and make room for others."""
+        staying = checkpoint.may_be_whole(self.passed_over)
+        checkpoints = (each for each in self.checkpoints.glob("checkpoint-*") if each not in staying)
+        places = (*checkpoints, self.path / "snapshots", self.final)
         return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
     @contextlib.contextmanager
@@ -219,10 +221,11 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file, not a run folder", "set output.dir or output.name")
     folder = RunFolder(path)
-    if (path / LOCK).is_file():
+    manifest = folder.manifest()
+    if manifest.status != "finished" and (path / LOCK).is_file():
         with folder.held():  # Another one that is about to end still saves from where this one should go on.
             pass
-    manifest = folder.manifest()
+        manifest = folder.manifest()
     damaged: dict[Path, str] = {}
     if used(path) or manifest.final:
         recipe, differences = manifest.hashes.get("recipe"), differences_of(path, loaded)
@@ -264,7 +267,7 @@ def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
         path,
         accepted=not (named or used(path)),
         resume_from=start,
-        passed_over=damaged | ({} if named else passed_over),
+        passed_over=damaged | (checkpoint.may_be_whole(passed_over) if named else passed_over),
     )
 
 

@@ -27,22 +27,23 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
     action = train.over_long.action
     learnt = "text or no label" if train.classes else "text of its own" if train.texts else "trained token"
     have, are = ("has", "is") if untrained == 1 else ("have", "are")
-    such = f", such as {audit.first_untrained}" if audit.first_untrained else ""
+    where = f"first: {audit.first_untrained}" if audit.first_untrained else ""
+    first = f" ({where})" if where else ""
     check_settings = "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`"
     if not train.rows:
         if untrained and not train.untrained_rows:
             check_settings = f"end rows with the answer to learn, or {check_settings}"
-        left_out = f"{count_text(untrained, 'row has', 'rows have')} no {learnt}, "
+        left_out = f"{count_text(untrained, 'row has', 'rows have')} no {learnt}{first}, "
         left_out += count_text(train.over_long.rows, "is too long", "are too long")
         alike = f", both answers of {train.pairs.equal:,} are the same" if train.pairs and train.pairs.equal else ""
-        yield Problem("fatal", f"no usable row: {left_out} (`data.over_long: {action}`){alike}{such}", check_settings)
+        yield Problem("fatal", f"no usable row: {left_out} (`data.over_long: {action}`){alike}", check_settings)
     elif untrained > MIN_UNTRAINED_FATAL * seen:
         why = "no text, or no known class" if train.classes else "no answer, or it was cut off"
         why = "a text is missing, or is the other" if train.texts else why
-        what = f"{untrained:,} of {seen:,} rows {have} no {learnt} ({why}){such}"
+        what = f"{untrained:,} of {seen:,} rows {have} no {learnt} ({'; '.join(filter(None, (why, where)))})"
         yield Problem("fatal", what, check_settings)
     elif untrained:
-        what = f"{untrained:,} of {seen:,} rows {have} no {learnt} and {are} left out{such}"
+        what = f"{untrained:,} of {seen:,} rows {have} no {learnt} and {are} left out{first}"
         yield Problem("warning", what, "fill or remove them")
     if train.prompts:
         yield from (Problem(level, *each) for level, *each in train.prompts.problems(train.rows))  # type: ignore[arg-type]

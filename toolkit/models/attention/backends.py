@@ -110,13 +110,15 @@ def resolve(
             f"remove {shares_by}",
         )
     if requested == "auto":
-        if usable and teacher and not set(usable) - teacher.keys():
+        tried = _tried(usable, config, compute)
+        both = [name for name in tried if name not in (teacher or ())]
+        if tried and teacher and not both:
             raise UserError(
                 "distillation.teacher.path: the teacher cannot attend by any backend that the student can: "
-                + "; ".join(f"{name}: {teacher[name]}" for name in usable),
+                + "; ".join(f"{name}: {teacher[name]}" for name in tried),
                 "set distillation.teacher.path, or model.path, to a model of another architecture",
             )
-        return _best([name for name in usable if name not in (teacher or ())], config, compute)
+        return both[0]
     if requested not in usable:
         raise UserError(
             f"model.attention={requested} cannot be used: {reasons[requested]}",
@@ -175,12 +177,12 @@ def planned(
     return resolve(requested, config, compute, there, shares_by, headed, teacher)
 
 
-def _best(usable: Collection[str], config: Mapping[str, Any], compute: str) -> str:
-    """The first that can run. Flex is compiled for each model, so it is for those that `sdpa` cannot serve; with heads
-    as wide as Gemma's its kernels do not fit into shared memory in fp32."""
+def _tried(usable: Collection[str], config: Mapping[str, Any], compute: str) -> list[str]:
+    """What `auto` may take, best first. Flex is compiled for each model, so it is for those that `sdpa` cannot serve;
+    with heads as wide as Gemma's its kernels do not fit into shared memory in fp32."""
     kind = (config.get("text_config") or config).get("model_type")
     takes_flex = compute != "float32" and kind in _FLEX_INSTEAD
-    return next(name for name in _BEST_FIRST if name in usable and (name != "flex" or takes_flex))
+    return [name for name in _BEST_FIRST if name in usable and (name != "flex" or takes_flex)]
 
 
 def unfit_to_teach(config: Mapping[str, Any], compute: str, kind: str) -> dict[str, str]:

@@ -9,7 +9,8 @@ same rows, and each computes what its experts add, would send less still, but al
 often as there are processes.
 
 What remains are plain tensors with fewer experts. DDP leaves them alone: their gradients already are those of the rows
-of all processes of a group, see `train.divided_experts`. No token is dropped, because no expert has a capacity.
+of all processes of a group, see `train.trainers.divided_experts`. No token is dropped, because no expert has a
+capacity.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def divide_layers(model: Any, size: int, index: int) -> None:
         parent = decoder.get_submodule(name.rpartition(".")[0])
         width = inner.weight.shape[0 if columns else 1]
         blocks = _blocks(name, parent, width) if style == _FUSED else (width,)
-        units = [_units(block, parent, "column" if columns else "row") for block in blocks]
+        units = [_units(name, block, parent, "column" if columns else "row") for block in blocks]
         if undivided := [f"{count:,} {unit}{'s' * (count > 1)}" for count, unit in units if count % size]:
             raise UserError(
                 f"parallel.tensor={size} does not divide the {undivided[0]} of {name}",
@@ -196,11 +196,13 @@ def _blocks(name: str, parent: Any, width: int) -> tuple[int, ...]:
     return width - 2 * shared, shared, shared
 
 
-def _units(width: int, parent: Any, otherwise: str) -> tuple[int, str]:
+def _units(name: str, width: int, parent: Any, otherwise: str) -> tuple[int, str]:
     """How many of what a projection gives or takes that is not to be cut: heads, of which recipes' rules do not know
-    where a config leaves them to its class."""
-    head = getattr(parent, "head_dim", None)
-    return (width // head, "head") if head and width % head == 0 else (width, otherwise)
+    where a config leaves them to its class; not those of a gate, which has a column for each head (Laguna)."""
+    head, own = getattr(parent, "head_dim", None), name.rpartition(".")[2]
+    if head and width % head == 0 and own.startswith(("q", "k", "v", "o")):
+        return width // head, "head"
+    return width, otherwise
 
 
 def _tell_heads(attention: Any, size: int) -> None:

@@ -320,7 +320,7 @@ class _RankMemory:
         )
 
     def _saving(self, first: bool) -> float:
-        """Copies of weights that are made to publish them (`train.save`)."""
+        """Copies of weights that are made to publish them (`train.checkpoints.save`)."""
         strategy, full = self.recipe.strategy, self.recipe.method.name == "full"
         casts = full and self.types.export != self.types.local
         exported, whole = WIDTH[self.types.export], whole_model(self.workload)

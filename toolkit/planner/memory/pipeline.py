@@ -12,7 +12,7 @@ from toolkit.planner.trace.types import Amount, Moment, Tensors
 from toolkit.planner.workload import WIDTH, Workload
 
 _BUCKET = 25 * 2**20
-"""Bytes of gradients that are averaged at a time (`train.pipelined`)."""
+"""Bytes of gradients that are averaged at a time (`train.trainers.pipelined`)."""
 
 
 class Piped(Engine):

@@ -8,9 +8,9 @@ from toolkit.planner.memory.states import weights
 from toolkit.planner.workload import WIDTH, Workload
 
 _COMPARED, _MIXED, _APART = 28, 40, 4
-"""Bytes for each entry of the vocabulary and token of a chunk that `models.distillation.Divergence` holds in fp32,
-beside the logits of the student: for the divergence of one model from the other, or of both from a mixture, and more
-where the student's log-probabilities are not those by which labels are scored."""
+"""Bytes for each entry of the vocabulary and token of a chunk that `Divergence` in `models.losses.distillation` holds
+in fp32, beside the logits of the student: for the divergence of one model from the other, or of both from a mixture,
+and more where the student's log-probabilities are not those by which labels are scored."""
 
 
 def held(workload: Workload) -> float:

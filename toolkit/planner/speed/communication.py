@@ -159,7 +159,7 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
 
 def exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
     """Between processes that share rows, in each layer's attention: parts of rows for heads and back
-    (`models.sequence_parallel`), or keys and values (`models.context_parallel`)."""
+    (`models.parallel.sequence_parallel`), or keys and values (`models.parallel.context_parallel`)."""
     layout, hardware = workload.layout, workload.hardware
     across = layout.together > hardware.devices_per_node
     link = NETWORK if across else inner_link(hardware)

@@ -124,7 +124,7 @@ class _Flash(torch.autograd.Function):
 
 
 class _OnCpu(torch.autograd.Function):
-    """`models.document_attention`, which keeps its inputs alone."""
+    """`models.attention.document_attention`, which keeps its inputs alone."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: int) -> torch.Tensor:
@@ -350,7 +350,7 @@ def quantized(module: Any, parameter: torch.nn.Parameter, types: Dtypes) -> torc
 
     Quantizing itself needs numbers, so the stored form is made directly: 4-bit pairs with a scale for every 64 weights
     (which nested quantization stores in 8 bits, with a scale for every 256 of them), or bytes with a scale per row;
-    `models.stored` makes its own.
+    `models.quantization.stored` makes its own.
     Source: https://arxiv.org/abs/2305.14314, section 3.
     """
     if isinstance(parameter, bnb.nn.Params4bit):

@@ -21,7 +21,8 @@ FORMAT = 3
 """Raise when a trace of the same setting would differ."""
 
 CHUNK = 4096
-"""Tokens of a row that is traced: at least as many as the output head works on at a time (`models.head_chunk`)."""
+"""Tokens of a row that is traced: at least as many as the output head works on at a time
+(`models.output_heads.head_chunk`)."""
 
 _COMPARED = ((1, 512), (2, 4096), (1, 65536))
 """Sequences and tokens of each."""
@@ -242,7 +243,7 @@ class Trace:
 
     def scored_twice(self) -> Trace:
         """The same with logits that the backward pass forms anew, as it does for a trained head by whose scores tokens
-        count differently in the loss (`models.fused_head`)."""
+        count differently in the loss (`models.output_heads.fused_head`)."""
         matrices = {each.place: each for each in self.tensors if len(each.shape) == 2}
         head = matrices.get("head", matrices.get("embeddings"))
         if head is None or not head.trained or not self.fused_head:

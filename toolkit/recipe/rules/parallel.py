@@ -109,7 +109,7 @@ PARALLEL_RULES = {
     "tensor-widths": Rule(
         "parallel.tensor",
         lambda r, c: _parts(r) and bool(layer_parts(c) % r.parallel.tensor),
-        "not all of the model divides among so many processes: {layer_widths}",
+        "these do not all divide evenly among so many processes: {layer_widths}",
         "set parallel.tensor={nearest_parts}",
         reference="(https://arxiv.org/abs/1909.08053)",
     ),

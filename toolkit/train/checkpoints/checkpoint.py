@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -140,13 +140,34 @@ def newest(folder: Path, needed: bool = False) -> tuple[Path | None, dict[Path, 
 
 def keep_unread(passed_over: Mapping[Path, str]) -> None:
     """Renames checkpoints that `newest` could not read, so that those that are saved now neither replace nor delete
-    them."""
-    for checkpoint, reason in passed_over.items():
-        if reason.startswith(UNREAD) and _number(checkpoint) >= 0:
-            kept = checkpoint.with_name(f"unread-{checkpoint.name}")
-            with contextlib.suppress(OSError):
-                checkpoint.rename(kept)
-                _log.warning("%s may be whole, and is kept as %s", checkpoint, kept)
+    them.
+
+    Raises:
+        UserError: If one cannot be renamed.
+    """
+    for checkpoint in may_be_whole(passed_over):
+        kept = next(
+            place
+            for number in itertools.count(1)
+            if not (place := checkpoint.with_name(f"unread-{checkpoint.name}{f'-{number}' * (number > 1)}")).exists()
+        )
+        try:
+            checkpoint.rename(kept)
+        except OSError as error:
+            raise UserError(
+                f"{checkpoint} may be whole, and cannot be kept as {kept.name}: {error.strerror}",
+                "move it away, or wait until the disk answers: training would replace or delete it",
+            ) from error
+        _log.warning("%s may be whole, and is kept as %s", checkpoint, kept)
+
+
+def may_be_whole(passed_over: Mapping[Path, str]) -> dict[Path, str]:
+    """Of the checkpoints that `newest` passed over, those that it could not read."""
+    return {
+        checkpoint: reason
+        for checkpoint, reason in passed_over.items()
+        if reason.startswith(UNREAD) and _number(checkpoint) >= 0
+    }
 
 
 def step_of(checkpoint: Path) -> int:

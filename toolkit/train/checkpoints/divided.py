@@ -1,5 +1,5 @@
-"""What training needs to know of layers that several processes divide (`models.tensor_parallel`), and how what is
-divided of layers or experts is saved.
+"""What training needs to know of layers that several processes divide (`models.parallel.tensor_parallel`), and how
+what is divided of layers or experts is saved.
 
 Each of them has the whole loss, and gradients of its own parts; they are averaged over the processes that have the same
 parts. What is saved is whole, as one process would save it, so that any number of processes goes on from it.

@@ -1,4 +1,4 @@
-"""What training needs to know of experts that several processes divide (`models.expert_parallel`).
+"""What training needs to know of experts that several processes divide (`models.parallel.expert_parallel`).
 
 Of its experts a process gets the gradients of the rows of all processes of its group, where DDP would average those of
 its own rows over all processes. So it leaves them alone: they are divided by as many processes as there are, and summed
