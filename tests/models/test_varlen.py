@@ -247,7 +247,7 @@ def test_all_processes_take_what_each_of_them_has(
     layout = batch_layout(loaded.recipe, 2)
     model: Any = SimpleNamespace(config=AutoConfig.for_model("llama", num_hidden_layers=30, hidden_size=64))
     messages: list[str] = []
-    progress: Any = SimpleNamespace(message=messages.append)
+    progress: Any = SimpleNamespace(remark=messages.append)
     varlen.use("another run's")
     monkeypatch.setattr(device, "kind", lambda: kind)
     decided = agreed.with_flash_attention(loaded, model, backend, layout, None, 50, together, progress)
