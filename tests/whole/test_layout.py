@@ -31,6 +31,7 @@ ELSEWHERE = {
     # Steps of one piece of work, which is tested as a whole.
     "recipe/data": "recipe/test_schema",
     "recipe/faults": "recipe/test_rules",
+    "recipe/places": "train/test_held_out",
     "recipe/preference": "recipe/test_rules",
     "recipe/heads": "recipe/test_rules",
     "data/auditing/problems": "data/test_audit",
