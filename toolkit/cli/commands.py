@@ -24,12 +24,7 @@ _FOLDER = option("--recipes", "DIR", "the folder of your recipes (default: ./rec
 # Options of `launch` that only a batch script has.
 _SLURM = (
     option("--output", "OUTPUT", "where it is written (RECIPE.sbatch)", type=new_file),
-    option(
-        "--time",
-        "TIME",
-        "time limit, such as 4:00:00; the run is queued again until it is finished",
-        type=time_limit,
-    ),
+    option("--time", "TIME", "limit, such as 4:00:00; the run is queued again until it is finished", type=time_limit),
     option("--partition", "PARTITION", "Slurm partition"),
     option("--account", "ACCOUNT", "Slurm account"),
     option("--cores", "N", "CPU cores of each machine (8 per process)", type=positive),

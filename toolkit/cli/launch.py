@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jinja2 import StrictUndefined, Template
 
+from toolkit.cli.option_types import TO_SAVE
 from toolkit.common import UserError
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
@@ -221,6 +222,7 @@ def sbatch(
         cluster=cluster,
         cores=cores or _CORES_PER_GPU * cluster.world.local_world_size,
         requests=requests,
+        to_save=TO_SAVE,
         restarts=restarts,
         at_once=at_once,
         runs=[(shlex.quote(str(loaded.run_folder)), shlex.join(arguments)) for loaded, arguments in runs],

@@ -41,16 +41,16 @@ def time_limit(text: str) -> str:
     # The first part is hours behind days and before two others, and minutes otherwise.
     with_hours = found[1] or found[4]
     seconds = days * 86_400 + (first * 3600 + second * 60 + third if with_hours else first * 60 + second)
-    if 0 < seconds <= _TO_SAVE:  # 0 is no limit.
+    if 0 < seconds <= TO_SAVE:  # 0 is no limit.
         raise argparse.ArgumentTypeError(
-            f"{text} is {seconds} seconds to Slurm, and {_TO_SAVE} before the limit a run stops to save: write "
+            f"{text} is {seconds} seconds to Slurm, and {TO_SAVE} before the limit a run stops to save: write "
             "hours:minutes:seconds, such as 4:00:00"
         )
     return text
 
 
-_TO_SAVE = 300
-"""Seconds before the time limit at which `launch.sbatch.j2` has a run save."""
+TO_SAVE = 300
+"""Seconds before the time limit at which a batch script has its run save and stop."""
 
 
 def new_file(text: str) -> Path:
