@@ -365,6 +365,19 @@ def test_another_learning_rate_is_said_to_be_without_effect(ranks: Ranks, home: 
     assert "Steps 1 to 3 count as taken, and this recipe's rows for them as trained on." in said
 
 
+def test_a_momentum_is_compared_as_it_acts(ranks: Ranks, home: Path) -> None:
+    sgd = ("optimizer.name=sgd", "optimizer.momentum=0.9")
+    straight = run(ranks, home, "sgd-full", "single", *sgd, processes=1)
+    named = f"checkpoint.resume={straight / 'checkpoints' / 'checkpoint-3'}"
+    said = []
+    for momentum in ("null", "0.5"):
+        settings = (*sgd[:1], f"optimizer.momentum={momentum}", named)
+        continued = run(ranks, home, f"sgd-{momentum}", "single", *settings, processes=1)
+        said.append(" ".join((continued / "said.txt").read_text(encoding="utf-8").split()))
+    assert "optimizer.momentum" not in said[0]
+    assert "optimizer.momentum=0.5 has no effect: checkpoint-3 goes on with 0.9" in said[1]
+
+
 @pytest.mark.parametrize(("before", "after"), [("ddp", "ddp"), ("ddp", "zero2"), ("zero2", "zero2")])
 def test_a_finished_run_that_is_named_goes_on_by_the_longer_schedule(
     ranks: Ranks, home: Path, before: str, after: str

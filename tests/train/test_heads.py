@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness import losses, metrics, write_jsonl, write_recipe
+from safetensors.torch import load_file
 from small import set_up, trained
 from tiny import labelled_rows, pair_rows, tagged_rows, tiny_encoder, tiny_model
 from transformers import LlamaModel
@@ -339,8 +340,6 @@ def test_a_model_without_a_vocabulary_says_nothing() -> None:
 def test_training_goes_on_from_a_trained_head_and_begins_one_anew_for_other_labels(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from safetensors.torch import load_file
-
     run = trained("head", *CLASSES)
     logging.getLogger("toolkit").addHandler(caplog.handler)
     saved = load_file(run / "final" / "model.safetensors")["score.weight"]
@@ -352,6 +351,33 @@ def test_training_goes_on_from_a_trained_head_and_begins_one_anew_for_other_labe
     other = set_up(*CLASSES, "data.sources=[upper.jsonl]", f"model.path={run / 'final'}")
     assert not torch.equal(other.trainer.model.score.weight.detach(), saved)
     assert "animal, colour, number" in caplog.text and "begins anew for ANIMAL" in caplog.text
+
+
+def test_a_head_goes_on_for_labels_whose_order_is_not_that_of_the_alphabet() -> None:
+    rows = [row | {"label": number % 12} for number, row in enumerate(labelled_rows(60))]
+    write_jsonl(Path("numbers.jsonl"), rows)
+    numbers = [*CLASSES, "data.sources=[numbers.jsonl]"]
+    run = trained("numbers", *numbers)
+    saved = load_file(run / "final" / "model.safetensors")["score.weight"]
+    again = set_up(*numbers, f"model.path={run / 'final'}")
+    assert again.trainer.model.config.id2label[2] == "2"
+    assert torch.equal(again.trainer.model.score.weight.detach(), saved)
+
+
+@pytest.mark.parametrize(("model", "layer"), [("llama", "score"), ("bert", "classifier")])
+def test_outputs_of_a_published_head_are_those_of_their_labels(model: str, layer: str) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    order = ["number", "animal", "colour"]
+    names = {"id2label": dict(enumerate(order)), "label2id": {name: n for n, name in enumerate(order)}}
+    published = AutoModelForSequenceClassification.from_pretrained(model, **names)
+    saved = {key: tensor.clone() for key, tensor in published.get_submodule(layer).state_dict().items()}
+    shutil.copytree(model, f"published-{model}")
+    published.save_pretrained(f"published-{model}")
+    head = set_up(*CLASSES, f"model.path=published-{model}").trainer.model
+    assert [*head.config.label2id] == ["animal", "colour", "number"]
+    for key, tensor in head.get_submodule(layer).state_dict().items():
+        assert torch.equal(tensor, saved[key][[1, 2, 0]])
 
 
 def test_how_a_head_begins_is_not_said_where_the_trained_one_follows(caplog: pytest.LogCaptureFixture) -> None:

@@ -133,9 +133,15 @@ def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int, *, to
         lacking: Names of parameters that the files lack, or have in another size.
         told: Whether the user is told of it.
     """
-    names, before = [*model.config.label2id], [*stored.label2id]
-    renamed = names != before and not all(each.startswith(_UNNAMED) for each in before)
+    names, before = _labels(model.config), _labels(stored)
     heads = head_modules(model)
+    # A single output is what its name calls it, whatever that is.
+    renamed = names != before and len(names) > 1 and not all(each.startswith(_UNNAMED) for each in before)
+    if renamed and not lacking and sorted(names) == sorted(before) and (outputs := _outputs(model, heads, len(names))):
+        renamed = False
+        _reorder(outputs, [before.index(name) for name in names])
+        if told:
+            _log.info("the outputs of the model's head, %s, are put in the order %s", _listed(before), _listed(names))
     # The pooler knows nothing of labels.
     drawn = {
         name: parameter
@@ -162,6 +168,30 @@ def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int, *, to
                 parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def _labels(config: Any) -> list[str]:
+    """Names of a head's outputs in their order; `label2id` of a config that was read has that of the alphabet."""
+    return [config.id2label[number] for number in sorted(config.id2label)]
+
+
+def _outputs(model: Any, heads: Sequence[str], number: int) -> list[torch.nn.Parameter]:
+    """Weight and bias of the layer that gives a head's outputs: the last one that has so many; none where none has."""
+    found: list[torch.nn.Parameter] = []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None) if belongs_to_head(name, heads) else None
+        # Under ZeRO-3 a parameter itself is empty.
+        if weight is not None and getattr(weight, "ds_shape", weight.shape)[0] == number:
+            found = [*module.parameters(recurse=False)]
+    return found
+
+
+def _reorder(parameters: list[torch.nn.Parameter], order: list[int]) -> None:
+    """Puts the rows of parameters in another order."""
+    with _whole(parameters), torch.no_grad():
+        for parameter in parameters:
+            if parameter.device.type != "meta":  # Where another process sends it.
+                parameter.copy_(parameter[order])
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def record(step: int, loaded: Loaded, world_size: int, model: Mapping[str, Any])
         model: What `trained` says of it.
     """
     recipe = loaded.recipe
-    state = {"method": recipe.method.name, "optimizer": recipe.optimizer.model_dump(include=_IN_STATE)}
+    state = {"method": recipe.method.name, "optimizer": _in_state(recipe)}
     state["kept_by"] = recipe.optimizer.model_dump(include={"name", "args"})
     return {"step": step, **model, **state, **writer(loaded, world_size)}
 
@@ -258,14 +258,21 @@ def conversion(checkpoint: Path, loaded: Loaded, world_size: int) -> str:
 
 def not_changed(checkpoint: Path, recipe: Recipe) -> list[str]:
     """What the recipe says otherwise of the optimizer than the checkpoint, whose state brings its own back."""
-    now = recipe.optimizer.model_dump(include=_IN_STATE)
-    saved = read_seal(checkpoint).get("optimizer", now)
+    now = _in_state(recipe)
+    # Earlier seals have no momentum where the recipe stated none.
+    saved = {key: value for key, value in read_seal(checkpoint).get("optimizer", now).items() if value is not None}
     return [
         f"optimizer.{key}={value:g} has no effect: {checkpoint.name} goes on with {saved[key]:g}. "
         "checkpoint.resume=never begins anew"
         for key, value in now.items()
         if saved.get(key, value) != value
     ]
+
+
+def _in_state(recipe: Recipe) -> dict[str, Any]:
+    """Settings that an optimizer's saved state brings back, as they act."""
+    optimizer = recipe.optimizer
+    return {**optimizer.model_dump(include=_IN_STATE), "momentum": optimizer.stated_momentum}
 
 
 def _reads(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
