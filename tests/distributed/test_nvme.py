@@ -70,6 +70,23 @@ def test_folder_is_this_launch_s_own_and_goes_with_it(place: Path, monkeypatch: 
     assert [entry.name for entry in (place / "drive").iterdir()] == ["thesis.tex"]
 
 
+def test_runs_that_one_shell_starts_leave_each_other_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all that tells them apart is the same, as in containers that share a host and a drive."""
+    monkeypatch.setattr(nvme, "_load_op", lambda: None)
+    with nvme.swap_folder(recipe(), World(), lambda: 1000) as alone:
+        assert alone and alone.name.endswith(f"-{os.getpid()}"), "its parent may start others"
+        (alone / "weights.swp").touch()
+        with pytest.raises(UserError, match="another run uses"), nvme.swap_folder(recipe(), World(), lambda: 1000):
+            pass
+        assert (alone / "weights.swp").is_file()
+    folders = set()
+    for port in ("29500", "29501"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        with nvme.swap_folder(recipe(), World(0, 0, 2, 2), lambda: 1000) as folder:
+            folders.add(folder)
+    assert len(folders) == 2
+
+
 def test_too_small_a_drive_is_refused_before_anything_is_loaded(place: Path) -> None:
     with (
         pytest.raises(UserError, match=r"takes 8\.19 TiB") as caught,

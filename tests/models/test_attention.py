@@ -165,6 +165,9 @@ def test_auto_leaves_what_a_teacher_cannot_attend_by() -> None:
     assert backends.resolve("auto", LLAMA, "bfloat16", there, teacher=capped) == "eager"
     assert backends.resolve("auto", LLAMA, "bfloat16", there, teacher=in_fp32) == "sdpa"
     assert not backends.unfit_to_teach(LLAMA, "float32", "cpu")
+    dropping = {**LLAMA, "attention_dropout": 0.1}
+    assert backends.unfit("torch_varlen", dropping, "bfloat16")
+    assert not backends.unfit_to_teach(dropping, "bfloat16", "cuda"), "a teacher drops nothing"
     with_alibi = {"model_type": "falcon", "alibi": True, "hidden_size": 64, "num_attention_heads": 2}
     with pytest.raises(UserError, match=r"teacher cannot attend.*sdpa: .*caps its attention logits"):
         backends.resolve("auto", with_alibi, "bfloat16", {"eager": "ok", "sdpa": "ok"}, teacher=capped)
@@ -205,6 +208,23 @@ def test_every_backend_is_taken_or_refused_with_what_can_run(backend: str) -> No
 )
 def test_models_that_the_variable_length_kernel_would_get_wrong(config: dict[str, Any], word: str) -> None:
     assert word in backends.unfit("torch_varlen", config, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["flash_attention_3", "flash_attention_4"])
+def test_newer_flash_attention_is_refused_for_what_it_does_not_do(name: str) -> None:
+    """It takes no rate of dropout, and gives sinks no gradient."""
+    assert "drops" in backends.unfit(name, {**LLAMA, "attention_dropout": 0.1}, "bfloat16")
+    assert "sinks" in backends.unfit(name, {"model_type": "gpt_oss"}, "bfloat16")
+    assert not backends.unfit("flash_attention_2", {**LLAMA, "attention_dropout": 0.1}, "bfloat16")
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA2])
+def test_processes_share_rows_by_whichever_kernel_can(config: dict[str, Any]) -> None:
+    there = {**backends.on_device("cuda", "9.0", "bfloat16"), "flash_attention_3": "ok"}
+    taken = backends.resolve("auto", config, "bfloat16", there, shares_by="parallel.context")
+    assert taken == ("torch_varlen" if config is LLAMA else "flash_attention_3")
+    with pytest.raises(UserError, match=r"parallel\.context needs attention that takes the boundaries"):
+        backends.resolve("auto", GEMMA2, "bfloat16", {**there, "flash_attention_3": "no"}, shares_by="parallel.context")
 
 
 @pytest.mark.parametrize("alibi", [True, False])

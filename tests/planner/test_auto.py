@@ -207,6 +207,15 @@ def test_devices_that_cannot_take_the_batch() -> None:
         resolve(recipe(**AUTO), find("h200x3"), Arithmetic(1))
 
 
+def test_fewer_processes_are_those_that_divide_experts_too() -> None:
+    sizes = ["parallel.expert=4", "batch.global_batch_size=12", "batch.micro_batch_size=1"]
+    made = load("qwen3_30b_a3b_full_expert", sizes).recipe
+    with pytest.raises(UserError, match="12 sequences does not divide into 8 processes") as caught:
+        batch_layout(made, 8)
+    assert "or start 4 processes" in caught.value.change
+    assert batch_layout(made, 4).global_batch_size == 12
+
+
 def test_a_recipe_that_was_not_checked_is_told_what_is_wrong_with_it() -> None:
     loaded = load("smollm2_135m_lora_demo", ["target_modules=[q_prj]"])
     with pytest.raises(RecipeError, match="this model has no module 'q_prj'"):

@@ -92,7 +92,9 @@ def _held(lock: Path) -> bool:
 def _last_written(folder: Path) -> float:
     """When something was last written there."""
     written = []
-    for file in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            written.append(file.stat().st_mtime)
+    # Another process may remove it meanwhile.
+    with contextlib.suppress(FileNotFoundError):
+        for file in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                written.append(file.stat().st_mtime)
     return max(written, default=0.0)

@@ -216,7 +216,14 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
             smaller = [size for size in sizes if size < stated][-1:]
             larger = [size for size in sizes if size > stated][:1]
             change += f", or batch.micro_batch_size={' or '.join(map(str, smaller + larger))}"
-        fewer = next((number for number in range(replicas - 1, 0, -1) if total % (number * (stated or 1)) == 0), 0)
+        fewer = next(
+            (
+                number
+                for number in range(replicas - 1, 0, -1)
+                if total % (number * (stated or 1)) == 0 and number * together % parallel.expert == 0
+            ),
+            0,
+        )
         if fewer:
             # What is continued keeps its global batch.
             change += f", or start {fewer * together} process" + ("es" if fewer * together > 1 else "")

@@ -37,8 +37,10 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
         yield None
         return
     root = Path(str(strategy.nvme_path))
-    # The processes of a node share their launcher; other nodes may share the drive.
-    folder = root / f"toolkit-{socket.gethostname()}-{os.geteuid()}-{os.getppid()}"
+    # The processes of a node share their launcher; other nodes, and containers, may share the drive. A process without
+    # a launcher is the child of a shell, which may start others.
+    run = f"{os.getppid()}-{os.environ.get('MASTER_PORT', '')}" if world.local_world_size > 1 else os.getpid()
+    folder = root / f"toolkit-{socket.gethostname()}-{os.geteuid()}-{run}"
     try:
         (folder / f"rank{world.rank}").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -47,8 +49,12 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
         ) from error
     with contextlib.ExitStack() as stack:
         if world.local_rank == 0:
+            try:
+                stack.enter_context(locked(folder / ".lock", timeout=0))
+            except Timeout:
+                change = "wait for it, or set strategy.nvme_path to another folder"
+                raise UserError(f"strategy.nvme_path: another run uses {folder}", change) from None
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            stack.enter_context(locked(folder / ".lock", timeout=0))
             remove_abandoned(root, "toolkit-*", spared=folder.name)
             check_disk(
                 root,

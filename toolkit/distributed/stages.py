@@ -15,8 +15,8 @@ def runs_as(schedule: str, stages: int, micro_batches: int) -> str:
 
 
 def divides(schedule: str, processes: int, micro_batches: int) -> bool:
-    """Whether a schedule takes so many micro-batches in a step: torch's interleaved one wants equal rounds of them, at
-    least as many in each as there are processes."""
+    """Whether a schedule takes so many micro-batches in a step: torch's interleaved one wants equal rounds of them,
+    with at least as many in each as there are processes, or all of them in one where there are fewer."""
     return schedule != "interleaved_1f1b" or micro_batches % max(1, micro_batches // processes) == 0
 
 

@@ -19,7 +19,8 @@ FLEX_BLOCK = 128
 """Tokens of a block of flex attention's masks. Shorter rows get a kernel for decoding that cannot do all shapes, and
 rows that are no multiple another one than those that are: measured with torch 2.11 on an H100."""
 _SOFTCAP = {"eager", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
-_SINKS = {"eager", "flex", "flash_attention_3"}
+_SINKS = {"eager", "flex"}
+"""Builds of FlashAttention 3 take sinks too, but have no gradient for them."""
 _HAS_SINKS = {
     *("deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"),
 }
@@ -63,8 +64,9 @@ OTHER_POSITIONS = {
 """Kinds of decoders that count positions on from that of padding, where those of documents are given from 0."""
 _READS_MASKS = {"axk2", "deepseek_v32", "doge", "dots3_note", "dots3_note_text", "glm_moe_dsa"}
 """Kinds of decoders that choose by the mask itself which tokens are attended to."""
-_BEST_FIRST = ("torch_varlen", "flash_attention_2", "sdpa", "flex", "eager")
-"""What `auto` tries, in this order; eager attention holds all scores of a layer, which grow with the square of rows."""
+_BEST_FIRST = ("torch_varlen", "flash_attention_2", "sdpa", "flex", "eager", "flash_attention_3", "flash_attention_4")
+"""What `auto` tries, in this order; eager attention holds all scores of a layer, which grow with the square of rows.
+`torch_varlen` runs the newer FlashAttention where it is installed, which is for models that only that can serve."""
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
@@ -195,7 +197,10 @@ def unfit_to_teach(config: Mapping[str, Any], compute: str, kind: str) -> dict[s
     """
     whole = kind != "cpu" and compute == "float32"
     flash = "FlashAttention kernels compute in 16 bits, and the teacher in fp32" if whole else ""
-    reasons = {name: unfit(name, config, compute) or (flash if name in VARLEN else "") for name in IMPLEMENTATIONS}
+    reasons = {
+        name: unfit(name, config, compute, trained=False) or (flash if name in VARLEN else "")
+        for name in IMPLEMENTATIONS
+    }
     return {name: reason for name, reason in reasons.items() if reason}
 
 
@@ -204,18 +209,22 @@ def with_mask(config: Mapping[str, Any]) -> str:
     return "eager" if unfit("sdpa", config, "float32") else "sdpa"
 
 
-def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
-    """Why a backend would compute something else than this model asks for; empty if it would not."""
+def unfit(name: str, config: Mapping[str, Any], compute: str, trained: bool = True) -> str:
+    """Why a backend would compute something else than this model asks for; empty if it would not.
+
+    Args:
+        trained: Whether the model is; others drop nothing.
+    """
     text = config.get("text_config") or config
     if text.get("attn_logit_softcapping") and name not in _SOFTCAP:
         return "this model caps its attention logits, which this backend would silently skip"
     if text.get("model_type") in _HAS_SINKS and name not in _SINKS:
-        return "this model has attention sinks, which this backend would silently skip"
+        return "this model has attention sinks, which this backend would silently skip or leave untrained"
     if name == "eager" and text.get("model_type") == "falcon" and text.get("alibi"):
         return "Transformers' code of it adds this model's ALiBi to the scores twice"
     if name == "sdpa" and _NO_SDPA & {text.get("model_type"), config.get("model_type")}:
         return "Transformers has no such code for this model"
-    drops = any(text.get(key) for key in _ATTENTION_DROPOUT)
+    drops = trained and any(text.get(key) for key in _ATTENTION_DROPOUT)
     if name == "flex" and drops:
         return "this model drops attention weights while training, which this backend refuses"
     if name in VARLEN:
@@ -235,6 +244,6 @@ def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
         head_dim = attention_widths(config)[2]
         if head_dim > 256 or head_dim % 8:
             return f"FlashAttention kernels take head sizes up to 256 in steps of 8, this model has {head_dim}"
-        if name == "torch_varlen" and drops:
+        if name != "flash_attention_2" and drops:
             return "this model drops attention weights while training, which this backend does not do"
     return ""

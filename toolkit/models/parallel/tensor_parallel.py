@@ -95,8 +95,9 @@ def divide_layers(model: Any, size: int, index: int) -> None:
                 "set parallel.tensor to a number that divides heads and widths of every layer, or remove it",
             )
         if columns:
-            entrance = entrances.setdefault(parent, _Entrance(parent, size))
-            _divide_columns(module, inner, entrance, size, index, blocks)
+            if parent not in entrances:
+                entrances[parent] = _Entrance(parent, size)
+            _divide_columns(module, inner, entrances[parent], size, index, blocks)
             if len(blocks) > 2:
                 _tell_heads(parent, size)
         else:
