@@ -394,3 +394,28 @@ def test_layers_of_many_kinds_have_a_graph_each() -> None:
     compiling = CompiledLayers(model, backend="eager")
     trained(model, 2, 8)
     assert compiling.graphs == layers
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_pass_without_gradients_drops_out_what_the_compiled_one_does(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's own dropout, as on GPUs, which Inductor draws otherwise unless it is told."""
+    monkeypatch.setattr(functional, "dropout", dropout._of_torch)
+    torch._dynamo.reset()
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attention_dropout=0.3,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    layers = CompiledLayers(model, draws_alike=True)
+    tokens = torch.arange(24).view(2, 12)
+    found = []
+    for gradients in (False, True):
+        torch.manual_seed(3)
+        with torch.set_grad_enabled(gradients):
+            found.append(model(input_ids=tokens, use_cache=False).logits.detach())
+    assert layers.graphs
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)

@@ -137,6 +137,15 @@ def test_places_are_counted_among_different_texts() -> None:
     assert ranks(same * math.nan, keys).tolist() == [5, 5, 5], "nor does one whose numbers have broken"
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_rounding_finds_nothing_among_equal_vectors(seed: int) -> None:
+    """In fp32, where sums of the same products differ by the order in which a kernel adds them up."""
+    for width in (17, 64, 384, 576):
+        vector = F.normalize(torch.randn(width, generator=torch.Generator().manual_seed(seed)), dim=-1)
+        found = ranks(vector.expand(200, 2, width).contiguous(), torch.arange(400).view(200, 2))
+        assert found.tolist() == [200] * 200
+
+
 @pytest.mark.parametrize(
     ("asked", "told", "kind", "wanted"),
     [

@@ -17,7 +17,7 @@ from tiny import pair_rows, tiny_encoder, tiny_model
 
 from toolkit.train.finished.merge import merge
 from toolkit.train.main import main
-from toolkit.train.trainers.embedding import Drawn
+from toolkit.train.trainers.embedding import Drawn, EmbeddingTrainer
 
 RECIPE = """
 description: A small training of vectors
@@ -115,6 +115,24 @@ def test_the_second_pass_drops_out_what_the_first_did() -> None:
         again = trainer.logits(model, batch)
     assert torch.equal(first, again) and torch.equal(after, torch.get_rng_state())
     assert not torch.equal(first, trainer.logits(model, batch))
+
+
+def test_vectors_of_a_step_are_those_of_the_weights_that_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedule-free optimizers evaluate other weights."""
+    modes, seen = ["train"], []
+    monkeypatch.setattr(torch.optim.AdamW, "train", lambda self: modes.append("train"), raising=False)
+    monkeypatch.setattr(torch.optim.AdamW, "eval", lambda self: modes.append("eval"), raising=False)
+    logits = EmbeddingTrainer.logits
+
+    def noted(trainer: Any, model: Any, inputs: Any) -> torch.Tensor:
+        seen.append((model.training, modes[-1]))
+        return logits(trainer, model, inputs)
+
+    monkeypatch.setattr(EmbeddingTrainer, "logits", noted)
+    assert main(["recipe=small", "evaluation.every_steps=1", "output.name=modes"]) == 0
+    # Three steps of four micro-batches, each of which passes twice.
+    assert [mode for training, mode in seen if training] == ["train"] * (3 * 4 * 2)
+    assert (False, "eval") in seen
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from small import ALL_CUTS, CUTS, set_up
 from tiny import perturb, tiny_model
 
 from toolkit.cli.main import main as toolkit
-from toolkit.recipe.preference import OF_DIFFERENCES
+from toolkit.recipe.preference import OF_DIFFERENCES, Preference
 from toolkit.train.main import main
+from toolkit.train.trainers.preference import PairTrainer
 from toolkit.train.trainers.reference import FILE
 
 RECIPE = """
@@ -247,3 +249,30 @@ def test_another_run_from_the_same_weights_takes_the_reference_from_the_cache(
 
 def test_what_compares_differences_alone_is_normalised_by_length() -> None:
     assert set(OF_DIFFERENCES) <= set(LOSSES) - {"sigmoid_norm"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "values"),
+    [
+        ("dpo", {}),
+        ("dpo", {"loss": "ipo"}),
+        ("dpo", {"length_normalized": True}),
+        ("cpo", {}),
+        ("simpo", {"beta": 2.0}),
+        ("orpo", {"beta": 0.1}),
+    ],
+)
+def test_pairs_of_long_answers_are_won_by_little(objective: str, values: dict[str, Any]) -> None:
+    """Of 1,000 tokens each: a lead of half a nat is one, and one of what sums are rounded by is none."""
+    tokens = torch.full((4, 2), 1000)
+    reference = torch.full((4, 2), -2000.0, dtype=torch.float64)
+    for lead, won in ((0.5, 4.0), (1e-4, 2.0)):
+        log_probs = reference + torch.tensor([lead, -lead], dtype=torch.float64)
+        trainer = SimpleNamespace(
+            answers=lambda *_, given=log_probs: (given, tokens, None),
+            reference=reference if objective == "dpo" else None,
+            objective=objective,
+            settings=Preference(**values),
+        )
+        _, sums, _ = PairTrainer._judged(trainer, None, {"rows": torch.arange(4)})  # type: ignore[arg-type]
+        assert sums[4].item() == won

@@ -102,7 +102,7 @@ def test_a_server_answers_by_the_weights_of_each_step(place: Path, ranks: Ranks)
     another temperature, and RLOO."""
     colder = ["rollout.temperature=0.7", "evaluation.at_start=false"]
     ways = {
-        "lora": [*LORA, "evaluation.every_steps=2"],
+        "lora": [*LORA, "evaluation.every_steps=2", "evaluation.batch_size=1"],
         "pissa": [*LORA, "method.init_lora_weights=pissa", *colder, "objective=rloo", "policy.beta=0", "max_steps=2"],
         "full": [*colder, "policy.num_iterations=2"],
     }

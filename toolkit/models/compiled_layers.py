@@ -50,6 +50,7 @@ class CompiledLayers:
         models: As `add` takes.
         backend: Of `torch.compile`, or its name.
         elementwise: Whether all element-wise work is computed again in the backward pass that can be.
+        draws_alike: Whether dropout draws as in layers that are not compiled, which run where there are no gradients.
 
     Attributes:
         layers: How many there are.
@@ -58,10 +59,14 @@ class CompiledLayers:
     """
 
     def __init__(
-        self, *models: torch.nn.Module, backend: str | Callable[..., Any] = "inductor", elementwise: bool = False
+        self,
+        *models: torch.nn.Module,
+        backend: str | Callable[..., Any] = "inductor",
+        elementwise: bool = False,
+        draws_alike: bool = False,
     ) -> None:
         self.graphs = self.layers = 0
-        self._backend, self._elementwise = backend, elementwise
+        self._backend, self._elementwise, self._draws_alike = backend, elementwise, draws_alike
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         for model in models:
             self.add(model)
@@ -109,7 +114,7 @@ class CompiledLayers:
         division = dict.fromkeys(_KEPT_FOR_SPEED, not self._elementwise)
         with (
             partitioning.patch(division | {"autograd_cache_allow_custom_autograd_functions": True}),
-            inductor.patch(unsafe_marked_cacheable_functions=_DROPOUT),
+            inductor.patch(unsafe_marked_cacheable_functions=_DROPOUT, fallback_random=self._draws_alike),
         ):
             compiled = torch._dynamo.lookup_backend(self._backend)(graph, inputs)
         self.graphs += 1

@@ -78,7 +78,8 @@ def compiled(recipe: Recipe, model: Any) -> CompiledLayers | None:
         UserError: If graphs are to recompute what then would be kept.
     """
     elementwise = recipe.activation_checkpointing.mode == "elementwise"
-    layers = CompiledLayers(model, elementwise=elementwise)
+    # Vectors are computed twice: once without gradients, and again with those that came of it.
+    layers = CompiledLayers(model, elementwise=elementwise, draws_alike=recipe.embeds)
     if layers.layers:
         return layers
     if elementwise:

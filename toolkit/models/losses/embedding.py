@@ -18,6 +18,8 @@ from toolkit.recipe.embedding import COSENT, Embedding
 
 _AT_ONCE = 2**22
 """Cosines that are held at a time."""
+_ROUNDING = 1e-6
+"""By how much cosines of the same vectors differ that kernels have added up otherwise."""
 
 
 def pooled(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
@@ -140,8 +142,8 @@ def cosent(vectors: torch.Tensor, scores: torch.Tensor, temperature: float) -> t
 def ranks(vectors: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """(rows,) the place at which each anchor finds its own positive among all different candidates, from 1 on.
 
-    What is known to belong to the anchor as well does not stand before it, and what is as near does; so does all else
-    where vectors are not numbers.
+    What is known to belong to the anchor as well does not stand before it, and what is as near, but for rounding, does;
+    so does all else where vectors are not numbers.
     """
     flat = torch.cat([keys[:, 1], keys[:, 2:].flatten()])
     _, inverse = torch.unique(flat, return_inverse=True)
@@ -152,9 +154,10 @@ def ranks(vectors: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     candidates = torch.cat([vectors[:, 1], vectors[:, 2:].flatten(0, 1)])[first]
     found = []
     for rows in torch.arange(len(vectors), device=keys.device).split(max(1, _AT_ONCE // len(first))):
-        anchors, own = vectors[rows, 0], vectors[rows, 1]
+        nearness = vectors[rows, 0] @ candidates.T
+        own = nearness.gather(1, inverse[rows, None])
         known = known_positives(keys, rows)[:, first] | (flat[first] == keys[rows, 1:2])
-        further = anchors @ candidates.T < (anchors * own).sum(-1, keepdim=True)
+        further = nearness < own - _ROUNDING
         found.append(1 + (~further & ~known).sum(1))
     return torch.cat(found)
 

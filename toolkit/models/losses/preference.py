@@ -140,16 +140,28 @@ def pair_losses(
     if objective == "dpo":
         assert reference is not None, "DPO compares with a reference"
         scores = log_probs - reference
-        per_token = settings.length_normalized or settings.loss == "ipo"
         loss = _OF_DPO[settings.loss]
     else:
-        per_token, loss = objective in _PER_TOKEN, _WITHOUT_REFERENCE[objective]
-    scores = scores / tokens if per_token else scores
+        loss = _WITHOUT_REFERENCE[objective]
+    scores = scores / tokens if _per_token(objective, settings) else scores
     losses = loss(settings, scores[:, 0], scores[:, 1])
     if settings.sft_weight:
         # Per token of each pair, as in Pang et al. 2024, arXiv:2404.19733, equation 1.
         losses = losses - settings.sft_weight * log_probs[:, 0] / tokens[:, 0]
     return losses, (scores if objective == "orpo" else settings.beta * scores).detach()
+
+
+def reward_scale(objective: str, settings: Preference, tokens: torch.Tensor) -> torch.Tensor:
+    """(pairs, 2) what one nat of log-probability is of a reward of `pair_losses`."""
+    beta = 1.0 if objective == "orpo" else settings.beta
+    return beta / (tokens if _per_token(objective, settings) else torch.ones_like(tokens))
+
+
+def _per_token(objective: str, settings: Preference) -> bool:
+    """Whether a loss compares means over tokens, and not sums."""
+    if objective == "dpo":
+        return settings.length_normalized or settings.loss == "ipo"
+    return objective in _PER_TOKEN
 
 
 def reward_losses(settings: Preference, rewards: torch.Tensor) -> torch.Tensor:

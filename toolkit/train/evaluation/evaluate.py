@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -60,7 +60,8 @@ def evaluate(session: Session) -> Evaluated:
     metrics, rows = held_out_loss(trainer, batch_size, session.progress.evaluating)
     if settings.generation_metrics:
         metrics |= generated_metrics(session, batch_size)
-    return Evaluated(metrics, rows)
+    # What is kept and when training ends is decided by them, on processes whose sums may be rounded otherwise.
+    return Evaluated(broadcast_object_list([metrics])[0], rows)
 
 
 def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], None]) -> Evaluated:

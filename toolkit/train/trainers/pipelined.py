@@ -378,9 +378,6 @@ class Pipelined:
         if not self.accelerator.sync_gradients:  # type: ignore[attr-defined]
             return torch.zeros((), device=device)
         model.train()
-        optimizer = self.optimizer  # type: ignore[attr-defined]
-        if callable(getattr(optimizer, "train", None)):
-            optimizer.train()
         batches, count = self._step
         self._step = ([], None)
         return self.pipeline.step([self._prepare_inputs(each) for each in batches], count)  # type: ignore[attr-defined]

@@ -71,6 +71,7 @@ class PolicyTrainer(AnswerTrainer):
         self.shown: list[dict[str, Any]] = []
         """The first prompt of the newest rollout on this process, with its answers and their scores."""
         self._kept: list[list[Rollout]] = []
+        self._gave_weights = False
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step, with the answers to its prompts; and what its losses are divided by."""
@@ -190,7 +191,9 @@ class PolicyTrainer(AnswerTrainer):
         rows = inputs["rows"].tolist()
         asked = [self._asked(row) for row in rows]
         if self.served:
-            self.served.load(self)
+            if not self._gave_weights:
+                self.served.load(self)
+                self._gave_weights = True
             answers = [given.ids for (given,) in self.served.answers(asked)]
         else:
             answers = self.asker.answers(self._module, asked, self.args.device)
@@ -207,6 +210,7 @@ class PolicyTrainer(AnswerTrainer):
             reward, with half the width of their 95% intervals as `…_plus_minus`, `eval_answers`, `eval_answer_tokens`
             and `eval_cut`, the share that their limit ended.
         """
+        self._gave_weights = False
         scorer = self.asker.scorer
         table = np.array(sums).reshape(len(self.eval_dataset), -1)
         scores, count = table[:, :-2], len(table)

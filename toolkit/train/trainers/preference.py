@@ -14,7 +14,7 @@ import torch
 from trl.trainer.utils import disable_dropout_in_model
 
 from toolkit.models.device import sent
-from toolkit.models.losses.preference import pair_losses
+from toolkit.models.losses.preference import pair_losses, reward_scale
 from toolkit.models.output_heads.head_choice import HeadChoice
 from toolkit.models.parallel.layer_sums import dividing
 from toolkit.recipe.preference import Preference
@@ -116,7 +116,8 @@ class PairTrainer(AnswerTrainer):
         losses, rewards = pair_losses(self.objective, self.settings, log_probs, tokens, known)
         margins = rewards[:, 0] - rewards[:, 1]
         # What rounding explains is no preference: before the first step neither answer has gained anything.
-        noise = ROUNDING * self.settings.beta * log_probs.detach().abs().sum(1)
+        scale = reward_scale(self.objective, self.settings, tokens)
+        noise = ROUNDING * (scale * log_probs.detach().abs()).sum(1)
         won = (0.5 + 0.5 * margins.where(margins.abs() > noise, 0).sign()).sum()
         number = sent(len(losses), losses.device, torch.float64)
         sums = torch.stack([losses.detach().sum(), number, *rewards.sum(0), won, *log_probs.detach().sum(0)])

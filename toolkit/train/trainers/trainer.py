@@ -229,6 +229,9 @@ class _ExactMixin(LateRows, Measuring, Clipping, Pipelined, Divided, DividedExpe
         """The micro-batches of a step and the number of their trained tokens."""
         started = time.monotonic()
         beat(f"waiting for the data of step {self.state.global_step + 1}")
+        if callable(getattr(self.optimizer, "train", None)):
+            # An evaluation has put schedule-free weights elsewhere, and a step begins with those that it trains.
+            self.optimizer.train()
         try:
             with torch.profiler.record_function(WAITING):
                 batches, count = super().get_batch_samples(*args, **kwargs)
