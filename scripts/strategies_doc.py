@@ -22,6 +22,7 @@ from toolkit.recipe.parallel import Strategy
 from toolkit.recipe.rules import RULES
 from toolkit.recipe.rules.expert import EXPERT_RULES
 from toolkit.recipe.rules.parallel import PARALLEL_RULES
+from toolkit.recipe.rules.pipeline import PIPELINE_RULES
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "strategies.md"
@@ -173,7 +174,7 @@ counted. The plan shows the stages, the memory of each process and the bubble: t
 wait for the pipeline to fill and to empty. For GPipe and 1F1B with m micro-batches it is (N - 1) / (m + N - 1), so a
 pipeline needs many micro-batches, and a small `batch.micro_batch_size`.
 
-| `parallel.schedule` | torch's | stages of a device | waits, of what N - 1 micro-batches take | micro-batches held |
+| `parallel.schedule` | torch's | stages of a device | idle time, relative to N - 1 micro-batches | micro-batches held |
 | --- | --- | --- | --- | --- |
 | `gpipe` | `ScheduleGPipe` | 1 | all | all |
 | `1f1b` | `Schedule1F1B` | 1 | all | as many as devices from this one on |
@@ -360,7 +361,7 @@ def _rules() -> str:
     others = {name: RULES[name] for name in ("elementwise-unfit",)}
     rows = [
         [f"`{name}`", f"`{rule.path}`", " ".join([_words(rule.why), rule.reference]).strip(), _words(rule.change)]
-        for name, rule in (others | STRATEGY_RULES | PARALLEL_RULES | EXPERT_RULES).items()
+        for name, rule in (others | STRATEGY_RULES | PARALLEL_RULES | EXPERT_RULES | PIPELINE_RULES).items()
     ]
     return _table(["rule", "at", "why", "change"], rows)
 

@@ -224,15 +224,20 @@ def calibrate(options: argparse.Namespace) -> None:
 @command(
     _RECIPE,
     _FOLDER,
-    option("--gpus", "N", "GPUs of each machine, a process each (default: all)", type=count),
+    option(
+        "--gpus",
+        "N",
+        "GPUs of each machine, one process per GPU (default: all; with --slurm it has to be given)",
+        type=count,
+    ),
     option("--nodes", "N", "number of machines (1)", type=positive, default=1),
     option("--rank", "R", "this machine's number; the one with 0 is the head", type=count),
     option("--head", "HOST", "name or address of the head, the same on every machine"),
     option("--port", "P", "port at which the processes meet", type=port),
-    option("--restarts", "N", "start a failed run again from its last checkpoint, so often at most (0)", type=count),
+    option("--restarts", "N", "start a failed run again from its last checkpoint, at most N times (0)", type=count),
     flag("--print", "only print what would be started"),
     flag("--force", "also run what would not fit by the plan"),
-    flag("--slurm", "write an sbatch file instead; the options below are its"),
+    flag("--slurm", "write an sbatch file instead; the options below are for it"),
     *_SLURM,
 )
 def launch(options: argparse.Namespace) -> int | None:
@@ -288,13 +293,18 @@ def _write_slurm(
 @command(
     _RECIPE,
     _FOLDER,
-    option("--gpus", "N", "GPUs of this machine, a process each (default: all)", type=count),
-    option("--parallel", "N", "so many at once, each on its share of the GPUs (1; with --slurm all)", type=positive),
+    option(
+        "--gpus",
+        "N",
+        "GPUs of this machine, one process per GPU (default: all); with --slurm or --ray those of each",
+        type=count,
+    ),
+    option("--parallel", "N", "run N at once, each on its share of the GPUs (1; with --slurm all)", type=positive),
     option("--trials", "N", "train so many, with values that Optuna chooses", type=positive),
     flag("--prune", "with --trials: end those early that do worse than half of the others"),
     flag("--print", "only print what would be trained"),
     flag("--ray", "submit a job for each to a Ray cluster instead"),
-    flag("--slurm", "write an sbatch file with a job for each instead; the options below are its"),
+    flag("--slurm", "write an sbatch file with a job for each instead; the options below are for it"),
     option("--nodes", "N", "number of machines of each (1)", type=positive),
     *_SLURM,
 )

@@ -66,7 +66,7 @@ class Strategy(Section):
     model is always gathered."""
     cpu_ram_efficient_loading: bool = True
     """Under FSDP only the first process of a run reads the weights into host memory; the others receive their
-    shards."""
+    shards. Each reads them itself where the base is quantized or `parallel.tensor` divides it."""
 
     @property
     def zero_stage(self) -> int:

@@ -63,7 +63,7 @@ class ExactMatch(Reward):
     ignore_case: bool = False
     """Whether upper and lower case count as the same."""
     tag: str | None = None
-    """The tag whose content is compared, e.g. `answer`; by default the whole answer is."""
+    """The tag whose content is compared, e.g. `answer`; by default all that follows the thoughts is."""
 
 
 class NumericMatch(Reward):
@@ -73,7 +73,8 @@ class NumericMatch(Reward):
     tolerance: Annotated[float, Field(ge=0)] = 0.0
     """How much the two may differ, relative to the reference."""
     tag: str | None = None
-    """The tag whose content is searched for the number, e.g. `answer`; by default the whole answer is searched."""
+    """The tag whose content is searched for the number, e.g. `answer`; by default all that follows the thoughts
+    is."""
 
 
 class RegexMatch(Reward):

@@ -96,8 +96,8 @@ class Method(Section):
     quantization: Literal["none", "nf4", "int8", "fp8", "int4"] = "none"
     """How the frozen base is stored under LoRA: as it is (`none`), in 4-bit NormalFloat (`nf4`, QLoRA), in 8-bit
     integers (`int8`), in 8-bit floating point (`fp8`, in which GPUs from compute capability 8.9 on also multiply), or
-    in 4-bit integers with groups of 64 (`int4`: 4.25 bits, more accurate than `nf4` with 4.13). All but `int8` also
-    quantize the experts of mixtures."""
+    in 4-bit integers with groups of 64 (`int4`: 4.25 bits, with a smaller error of the weights than `nf4` with 4.13).
+    All but `int8` also quantize the experts of mixtures."""
     double_quantization: bool = True
     """Whether `quantization: nf4` quantizes its constants too, which saves 0.37 bits per parameter."""
     freeze: list[str] = []
@@ -224,7 +224,8 @@ class ActivationCheckpointing(Section):
     mlp_tiles: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of tiles of a row's tokens in which the MLP of each layer is computed, one after the other, and again in
     the backward pass, so that its inner activations exist for one tile at a time (tiled MLP, Bekman et al. 2025,
-    arXiv:2506.13996). For long rows, with any `mode`; MLPs are computed one more time than without."""
+    arXiv:2506.13996). For long rows, with `mode: none`, `full` or `offload`; MLPs are computed one more time than
+    without."""
 
     @property
     def of_layers(self) -> bool:
@@ -256,7 +257,7 @@ class Checkpoint(Section):
     """Number of checkpoints to keep; older ones are deleted."""
     keep_best: Literal[_BEST] | None = None  # type: ignore[valid-type]
     """Publish the model that was best by this metric of all evaluations in training, instead of the last one.
-    `eval_accuracy` is for pairs of answers and for classes, `eval_macro_f1` for classes, `eval_entity_f1` for
+    `eval_accuracy` is for judged answers and for classes, `eval_macro_f1` for classes, `eval_entity_f1` for
     `objective: token_classification`, `eval_recall_at_…` and `eval_mrr_at_10`, or with scores `eval_spearman` and
     `eval_pearson`, for `objective: embedding`; the others but `eval_loss` take `evaluation.generation_metrics`."""
     average_last: Annotated[int, Field(ge=2)] | None = None
@@ -268,7 +269,7 @@ class Checkpoint(Section):
     staging: Place = "auto"
     """Where each machine first writes checkpoints, so that training continues while they are copied to the run folder:
     a folder on a fast disk of its own, or `none` for the run folder itself. `auto`: memory (`/dev/shm`) if the run
-    folder's disk is slow and at least twice as much memory is free; otherwise `none`."""
+    folder's disk is slow and memory for two of the machine's parts of a checkpoint is free; otherwise `none`."""
     resume: Place = "auto"
     """`auto` continues this recipe's run where it stopped, `never` starts a new run folder, and the path of a
     checkpoint continues from that one."""
@@ -294,7 +295,8 @@ class Evaluation(Section):
     batch_size: PositiveInt | None = None
     """Sequences per process and forward pass of an evaluation; by default the micro-batch of training."""
     prompts: list[str] = []
-    """Prompts that the model answers before and after training; by default those of the first held-out rows."""
+    """Prompts that the model answers before and after training; by default those of the first held-out rows, or of the
+    first training rows where none are held out."""
     num_prompts: Annotated[int, Field(ge=0)] = 3
     """How many prompts the model answers before and after training."""
     max_new_tokens: PositiveInt = 64
@@ -312,8 +314,8 @@ class Logging(Section):
     """Number of optimizer steps between metrics; they are also written at each evaluation and checkpoint, and at the
     end."""
     profile: bool = False
-    """Profile the three steps after the first two with torch's profiler: print the time by kind of operation, and write
-    `profile.json.gz`, a trace to open in Perfetto, into the run folder."""
+    """Profile three steps soon after the first two, or one where steps are long, with torch's profiler: print the time
+    by kind of operation, and write `profile.json.gz`, a trace to open in Perfetto, into the run folder."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that metrics are reported to, beside `metrics.jsonl`."""
 

@@ -56,7 +56,10 @@ HEAD_RULES = {
     ),
     "head-eva": _no_head(
         "method.init_lora_weights",
-        lambda r: r.method.name == "lora" and r.method.init_lora_weights in ("eva", "loftq") and not r.prefers,
+        lambda r: (
+            r.method.name == "lora"
+            and (r.method.init_lora_weights == "loftq" or (r.method.init_lora_weights == "eva" and not r.prefers))
+        ),
         "this beginning has been tried with the head for the vocabulary alone",
         "set method.init_lora_weights=default",
     ),
