@@ -220,6 +220,12 @@ def test_a_tab_separated_file_holds_commas(tmp_path: Path) -> None:
     assert [row for _, row in read(tmp_path / "a.tsv")] == [{"a,b": "1,2", "c": "3"}]
 
 
+def test_a_line_that_is_cut_short_is_named_itself_and_not_the_next(tmp_path: Path) -> None:
+    message = refused(tmp_path / "a.jsonl", '{"a": 1}\n{"a": {"b": 2}\n{"a": 3}\n')
+    assert "a.jsonl:2 column 15 is not valid JSON" in message and 'near `{"a": {"b": 2}`' in message
+    assert "a.jsonl:2 column 15 " in refused(tmp_path / "a.jsonl", '{"a": 1}\r\n{"a": {"b": 2}\r\n{"a": 3}\r\n')
+
+
 def test_what_is_no_json_is_shown_where_it_stands(tmp_path: Path) -> None:
     long = '{"a": "' + "x" * 50 + '", "b": nope, "c": "' + "y" * 50 + '"}'
     message = refused(tmp_path / "a.jsonl", f'{{"a": 1}}\n{long}\n')

@@ -197,7 +197,7 @@ def _lines(path: Path) -> Iterator[RawRow]:
             offset += len(data)
             if line.strip():
                 where = f"{path}:{number}"
-                yield where, _object(_loads(line, path, first_line=number), where)
+                yield where, _object(_loads(line.rstrip(), path, first_line=number), where)
 
 
 def _spread(path: Path) -> Iterator[RawRow]:
