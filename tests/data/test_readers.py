@@ -189,14 +189,14 @@ def test_one_object_in_a_file_is_a_row_if_it_can_be_one(tmp_path: Path) -> None:
     assert list(read(path)) == []
 
 
-@pytest.mark.parametrize("sign", [",", ";", "\t"])
+@pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
 def test_separators_of_spreadsheets(sign: str, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    lines = [["text", " n "], ["a;b,c\td", "1"], ['say "so"', "2"]]
+    lines = [["text", " n "], ["a;b,c\td|e", "1"], ['say "so"', "2"]]
     quoted = "\n".join(sign.join('"' + field.replace('"', '""') + '"' for field in line) for line in lines)
     for text in (quoted, quoted.replace(f'"{sign}"', f'"{sign} "')):
         path.write_text(text)
-        assert [row for _, row in read(path)] == [{"text": "a;b,c\td", "n": "1"}, {"text": 'say "so"', "n": "2"}]
+        assert [row for _, row in read(path)] == [{"text": "a;b,c\td|e", "n": "1"}, {"text": 'say "so"', "n": "2"}]
     shown = "tab" if sign == "\t" else repr(sign)
     message = refused(path, f"a{sign}b\n1{sign}2\n1{sign}2{sign}3\n")
     assert "a.csv:3 has 3 fields, the header has 2" in message and f"fields that hold a {shown} or a line" in message
