@@ -147,6 +147,20 @@ def test_numbers_say_their_range(option: list[str], words: str, capsys: pytest.C
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("head", ["http://node0", "node0:29500", "[::1]:29500", "me@node0", "node 0", "node0/", ""])
+def test_what_names_no_machine_is_refused_as_the_head(head: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every machine would wait for it until the rendezvous times out."""
+    with pytest.raises(SystemExit):
+        main(["launch", "recipe=small", "--gpus", "2", "--nodes", "2", "--head", head])
+    assert "is not the name or address of a machine, such as node0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("head", ["node_0.rack-1.example.org.", "10.0.0.1", "fe80::1%eth0", "::1"])
+def test_names_and_addresses_of_a_head(head: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = printed(capsys, BATCH, "--gpus", "2", "--nodes", "2", "--rank", "0", "--head", head)
+    assert understood(words)[1]["main_process_ip"] == head
+
+
 def test_what_is_printed_is_what_is_started(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

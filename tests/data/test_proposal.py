@@ -34,6 +34,21 @@ def test_a_column_of_messages_is_proposed_whatever_its_name(row: dict[str, Any],
 
 
 @pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"conversation": str(TALK)}, ["`conversation` holds a conversation as text: write it as JSON"]),
+        ({"id": "7", "record": {"talk": str(TALK)}}, ["`record.talk` holds a conversation as text: write it as JSON"]),
+        ({"record": json.dumps({"messages": TALK})}, ["`record` holds", "write its `messages` as a column of the row"]),
+        ({"remark": "{'role': of a king}"}, ["map names with"]),
+    ],
+)
+def test_a_conversation_in_a_text_is_named(row: dict[str, Any], words: list[str]) -> None:
+    """As pandas writes lists into a CSV."""
+    said = proposal(set(row), row, True, FORMS)
+    assert all(word in said for word in words)
+
+
+@pytest.mark.parametrize(
     ("has_chat_template", "form"), [(True, ["instruction", "output"]), (False, ["prompt", "completion"])]
 )
 def test_what_only_chats_have_counts_only_where_there_are_chats(has_chat_template: bool, form: list[str]) -> None:

@@ -189,14 +189,14 @@ def test_one_object_in_a_file_is_a_row_if_it_can_be_one(tmp_path: Path) -> None:
     assert list(read(path)) == []
 
 
-@pytest.mark.parametrize("sign", [",", ";", "\t"])
+@pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
 def test_separators_of_spreadsheets(sign: str, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    lines = [["text", " n "], ["a;b,c\td", "1"], ['say "so"', "2"]]
+    lines = [["text", " n "], ["a;b,c\td|e", "1"], ['say "so"', "2"]]
     quoted = "\n".join(sign.join('"' + field.replace('"', '""') + '"' for field in line) for line in lines)
     for text in (quoted, quoted.replace(f'"{sign}"', f'"{sign} "')):
         path.write_text(text)
-        assert [row for _, row in read(path)] == [{"text": "a;b,c\td", "n": "1"}, {"text": 'say "so"', "n": "2"}]
+        assert [row for _, row in read(path)] == [{"text": "a;b,c\td|e", "n": "1"}, {"text": 'say "so"', "n": "2"}]
     shown = "tab" if sign == "\t" else repr(sign)
     message = refused(path, f"a{sign}b\n1{sign}2\n1{sign}2{sign}3\n")
     assert "a.csv:3 has 3 fields, the header has 2" in message and f"fields that hold a {shown} or a line" in message
@@ -218,6 +218,12 @@ def test_headers_name_every_column_once(tmp_path: Path) -> None:
 def test_a_tab_separated_file_holds_commas(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("a,b\tc\n1,2\t3\n")
     assert [row for _, row in read(tmp_path / "a.tsv")] == [{"a,b": "1,2", "c": "3"}]
+
+
+def test_a_line_that_is_cut_short_is_named_itself_and_not_the_next(tmp_path: Path) -> None:
+    message = refused(tmp_path / "a.jsonl", '{"a": 1}\n{"a": {"b": 2}\n{"a": 3}\n')
+    assert "a.jsonl:2 column 15 is not valid JSON" in message and 'near `{"a": {"b": 2}`' in message
+    assert "a.jsonl:2 column 15 " in refused(tmp_path / "a.jsonl", '{"a": 1}\r\n{"a": {"b": 2}\r\n{"a": 3}\r\n')
 
 
 def test_what_is_no_json_is_shown_where_it_stands(tmp_path: Path) -> None:

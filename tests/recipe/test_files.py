@@ -44,6 +44,13 @@ def test_folder_of_another_name(tmp_path: Path) -> None:
         load("other")
 
 
+def test_a_file_of_the_other_extension_is_named() -> None:
+    write("team/first", BASE).rename("recipes/team/first.yml")
+    with pytest.raises(RecipeError, match=r"recipe files end in \.yaml") as error:
+        load("team/first")
+    assert error.value.problems[0].hint == "rename recipes/team/first.yml to first.yaml"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

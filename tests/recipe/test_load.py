@@ -70,6 +70,13 @@ def test_a_value_for_another_key_is_the_default_where_none_is_written() -> None:
     assert first == "${oc.env:HOME}/a.jsonl" and second["path"] == "b"
 
 
+@pytest.mark.parametrize("given", ["seed={}", "batch.seq_len=-{}", "data.sources=[{}]", "optimizer.args={{a: {}}}"])
+def test_a_number_that_python_does_not_read_is_too_large(given: str) -> None:
+    with pytest.raises(RecipeError, match="holds a number of more than 64 bits") as refused:
+        load("smollm2_135m_full", [given.format("9" * 5000)])
+    assert refused.value.problems[0].path == given.partition("=")[0]
+
+
 @pytest.mark.parametrize("key", ["schedule.max_steps", "seed", "batch.seq_len", "method.r", "extra.lora.x"])
 def test_a_number_that_no_library_can_hold_is_refused(key: str) -> None:
     write("own", BASE)

@@ -36,3 +36,30 @@ def test_an_error_in_yaml_is_where_it_begins(text: str, line: int, said: str) ->
         load("mine")
     (problem,) = error.value.problems
     assert problem.where == f"recipes/mine.yaml:{line}" and said in problem.what
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "path", "said"),
+    [
+        ("optimizer:\n\xa0\xa0eps: 1e-4\n", 3, "", "U+00A0 no-break space stands beside the key eps"),
+        ("\u3000seed: 3\n", 2, "", "U+3000 ideographic space stands beside the key seed"),
+        ("seed: \xa03\n", 2, "seed", "U+00A0 no-break space stands at an end of this value"),
+        (f"seed: {'9' * 5000}\n", 2, "seed", "is a number of more than 64 bits"),
+        (f"batch: {{seq_len: {'9' * 101}}}\n", 2, "batch.seq_len", "is a number of more than 64 bits"),
+    ],
+)
+def test_what_yaml_would_take_for_another_word_or_python_would_not_read(
+    text: str, line: int, path: str, said: str
+) -> None:
+    write("mine", f"model: a\n{text}")
+    with pytest.raises(RecipeError) as error:
+        load("mine")
+    (problem,) = error.value.problems
+    assert (problem.where, problem.path, problem.what) == (f"recipes/mine.yaml:{line}", path, said)
+
+
+def test_odd_spaces_in_quotes_and_within_text_are_kept() -> None:
+    write("mine", f'{BASE}description: "\xa0prix\xa0: 3"\n')
+    assert load("mine").recipe.description == "\xa0prix\xa0: 3"
+    write("mine", f"{BASE}description: prix\xa0: 3\n".replace("\xa0: ", "\xa0"))
+    assert load("mine").recipe.description == "prix\xa03"

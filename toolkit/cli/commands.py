@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.option_types import count, new_file, port, positive, price, time_limit, values_of_key
+from toolkit.cli.option_types import count, host, new_file, port, positive, price, time_limit, values_of_key
 from toolkit.cli.registry import command, flag, option
 from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, printable, table
 from toolkit.files import as_json, write_named, write_new
@@ -232,7 +232,7 @@ def calibrate(options: argparse.Namespace) -> None:
     ),
     option("--nodes", "N", "number of machines (1)", type=positive, default=1),
     option("--rank", "R", "this machine's number; the one with 0 is the head", type=count),
-    option("--head", "HOST", "name or address of the head, the same on every machine"),
+    option("--head", "HOST", "name or address of the head, the same on every machine", type=host),
     option("--port", "P", "port at which the processes meet", type=port),
     option("--restarts", "N", "start a failed run again from its last checkpoint, at most N times (0)", type=count),
     flag("--print", "only print what would be started"),

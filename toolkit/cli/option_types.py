@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import math
 import os
 import re
@@ -28,6 +29,19 @@ def positive(text: str) -> int:
 def port(text: str) -> int:
     """A TCP port."""
     return count(text, 1, 65535)
+
+
+def host(text: str) -> str:
+    """The name or address of a machine, without what belongs to a URL or a socket."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9]([\w.-]*\w)?\.?", text, re.ASCII):
+            raise argparse.ArgumentTypeError(
+                f"{text or 'an empty text'} is not the name or address of a machine, such as node0 or 10.0.0.1; "
+                "--port takes its port"
+            ) from None
+    return text
 
 
 def time_limit(text: str) -> str:

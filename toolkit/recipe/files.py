@@ -104,6 +104,8 @@ def find(name: str, folders: list[Path]) -> tuple[str, Path]:
         extend = f"extend it in a recipe: `defaults: {name}`"
         hint = f"write {section}={option} beside a recipe" if section in sections() else extend
         raise _unusable(name, "is a part of recipes, not a recipe", hint=hint)
+    if other := next((file for root in folders if (file := root / f"{name}.yml").is_file()), None):
+        raise _unusable(name, "recipe files end in .yaml", hint=f"rename {short(other)} to {other.stem}.yaml")
     close = did_you_mean(name, known)
     hint = f"did you mean `{close}`?" if close else "`toolkit ls` lists all recipes"
     raise _unusable(name, "there is no such recipe", f"a recipe in {', '.join(map(short, folders))}", hint)

@@ -255,6 +255,9 @@ def _value(key: str, text: str) -> Any:
         where = Problem(f"{key}.{error}", "is given twice", COMMAND_LINE, text, hint="remove one of them")
         raise RecipeError("", [where]) from None
     except (HydraException, ValueError, RecursionError) as error:
+        if isinstance(error, ValueError) and re.search(r"\d{100}", text):  # Python reads no number of thousands.
+            what = "holds a number of more than 64 bits"
+            raise RecipeError("", [Problem(key, what, COMMAND_LINE, hint="write a smaller number")]) from None
         if text.lstrip().startswith(("[", "{", "(", "'", '"')):
             why = str(error).splitlines()[0].partition(" expecting")[0]
             hint = _quoted(key, text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import unicodedata
 from collections.abc import Container, Iterator
 
 import yaml
@@ -20,6 +21,8 @@ INTERPOLATION = (
 )
 DEEPEST = 20
 """Levels of nesting; no key of a recipe or of a library needs a quarter of them."""
+_LONGEST_NUMBER = 100
+"""Characters of a whole number: 64 bits take 64 digits in base 2. Python refuses to read one of thousands."""
 
 
 def size(node: yaml.Node, known: dict[int, int]) -> int:
@@ -49,6 +52,10 @@ def slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tuple
         key = re.match(r"(\w+)\s*[:=\N{FULLWIDTH COLON}]", node.value)
         if key and key[1] in _keys_below(path):
             yield node, path, f"{node.value} is a word, not a key with its value", f"write a space behind `{key[1]}:`"
+    if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _LONGEST_NUMBER:
+        yield node, path, "is a number of more than 64 bits", "write a smaller number"
+    if space := _odd_space(node):
+        yield node, path, f"{space} stands at an end of this value", "write plain spaces, or quotes around the value"
     if node.tag not in _PLAIN_TAGS:
         tag = node.tag.removeprefix("tag:yaml.org,2002:")
         yield node, path, f"the YAML tag {tag} is not allowed", "write plain values"
@@ -61,6 +68,8 @@ def slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tuple
                 continue
             if not key.value:
                 yield key, path, "a key is empty", "write `key: value`"
+            elif space := _odd_space(key):
+                yield key, path, f"{space} stands beside the key {key.value.strip()}", "indent with plain spaces"
             elif key.tag not in _TEXT_TAGS:
                 yield key, path, f"the key {key.value!r} is not text", "write it in quotes"
             elif "." in key.value and key.value.partition(".")[0] in _keys_below(path):
@@ -76,6 +85,14 @@ def slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tuple
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from slips(value, f"{path}.{index}", [*around, node])
+
+
+def _odd_space(node: yaml.Node) -> str:
+    """What looks like a space beside a word that is not in quotes, and is a part of it to YAML; empty if nothing."""
+    if not isinstance(node, yaml.ScalarNode) or node.style is not None:
+        return ""
+    spaces = node.value.replace(node.value.strip(), "", 1)
+    return f"U+{ord(spaces[0]):04X} {unicodedata.name(spaces[0], '').lower()}".strip() if spaces else ""
 
 
 def _keys_below(path: str) -> Container[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.data.formats.columns import OFTEN_CALLED, by_lower_case, listed, mapping_text, parsed, value_at
-from toolkit.data.formats.messages import are_messages, dicts, holds_messages
+from toolkit.data.formats.messages import are_messages, conversation_in, dicts, holds_messages
 from toolkit.recipe.data import FORMATS
 
 
@@ -38,6 +38,10 @@ def proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool, a
     inside = {f"{name}.{key}" for name in names if isinstance(row.get(name), dict) for key in row[name]}
     if talk := next((name for name in sorted(names | inside) if are_messages(value_at(row, name))), None):
         return f"set {mapping_text({'messages': talk})} if its conversations end with the answer to learn"
+    texts = ((name, value_at(row, name)) for name in sorted(names | inside))
+    written = ((name, conversation_in(text, {"messages": name})) for name, text in texts if isinstance(text, str))
+    if found := next(((name, change) for name, change in written if change), None):
+        return f"`{found[0]}` holds a conversation as text: {found[1]}"
     # Rather one that may be an answer.
     nearest = sorted(
         inside, key=lambda name: (not _suits("completion", "prompt_completion", value_at(row, name)), name)

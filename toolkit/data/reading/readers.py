@@ -197,7 +197,7 @@ def _lines(path: Path) -> Iterator[RawRow]:
             offset += len(data)
             if line.strip():
                 where = f"{path}:{number}"
-                yield where, _object(_loads(line, path, first_line=number), where)
+                yield where, _object(_loads(line.rstrip(), path, first_line=number), where)
 
 
 def _spread(path: Path) -> Iterator[RawRow]:
@@ -247,7 +247,7 @@ def _csv(path: Path) -> Iterator[RawRow]:
     text = _read_text(path)
     first_line = text[:10_000].partition("\n")[0]
     # Spreadsheets of half the world write semicolons.
-    delimiter = "\t" if kind(path) == "tsv" else next((sign for sign in ",;\t" if sign in first_line), ",")
+    delimiter = "\t" if kind(path) == "tsv" else next((sign for sign in ",;\t|" if sign in first_line), ",")
     spaced = f"{delimiter} " in first_line
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=spaced, strict=True)
     line = 1  # where the row begins
