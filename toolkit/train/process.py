@@ -58,22 +58,24 @@ def hand_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def stop_with_launcher() -> None:
+    """Has this process told to stop where its launcher dies, not to run on alone; only for accelerate's and torch's.
+
+    To be called before the imports that take seconds: of a launcher that has died before, nobody is told.
+    """
+    if _launched_by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+
+
 @contextmanager
 def ahead_of_launcher() -> Iterator[None]:
-    """Lets the training, not `accelerate launch`, answer Ctrl-C.
+    """Lets the training, not `accelerate launch`, answer Ctrl-C; does nothing without such a launcher.
 
     For one process `accelerate launch` waits in plain Python: at Ctrl-C it ends with a stack trace after a quarter of
     a second, while the training is still saving. So in a terminal this process takes the foreground and alone hears
-    Ctrl-C; and where the launcher dies all the same, this process is told to save and stop instead of running on alone.
-    Does nothing without such a launcher, but that a process of torch's elastic agent stops where that dies, too.
+    Ctrl-C.
     """
-    alone = _launched_by_accelerate()
-    if alone or "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
-    if not alone:
-        yield
-        return
-    if not sys.stdin.isatty() or os.tcgetpgrp(0) != os.getpgrp():
+    if not _launched_by_accelerate() or not sys.stdin.isatty() or os.tcgetpgrp(0) != os.getpgrp():
         yield
         return
     launchers_group = os.getpgrp()
