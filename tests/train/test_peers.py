@@ -27,7 +27,7 @@ from toolkit.train import setup
 class Fails(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2 and os.environ["RANK"] == os.environ["FAILS"]:
-            raise KeyError("nobody expects this")
+            raise KeyboardInterrupt if os.environ.get("STOPS") else KeyError("nobody expects this")
 
 def main(arguments):
     begin = setup.Callbacks.__init__
@@ -85,6 +85,20 @@ def test_others_say_what_a_process_failed_with(fails: int, place: Path, tmp_path
     other = "error: " if fails else "error on process 1: "
     assert f"{other}rank {fails}: KeyError: 'nobody expects this'" in done.stderr
     assert json.loads((tmp_path / "small" / "manifest.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_who_is_stopped_alone_ends_the_others_as_stopped(
+    stopped: int, place: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """And not as what another start may not meet again."""
+    (place / "fails.py").write_text(FAILS)
+    own = {"FAILS": str(stopped), "STOPS": "1"}
+    done = ranks.run(place, *ENDLESS, f"output.dir={tmp_path}", processes=2, entry="fails", **own)
+    assert done.codes == [130, 130], done.stderr[-3000:]
+    other = "error: " if stopped else "error on process 1: "
+    assert f"{other}rank {stopped}: stopped by Ctrl-C" in done.stderr and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "small" / "manifest.json").read_text())["status"] == "interrupted"
 
 
 def killed_after_two(place: Path, folder: Path, ranks: Ranks, *own: str) -> Path:

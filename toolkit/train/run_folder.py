@@ -305,6 +305,12 @@ def check_final(model: str) -> None:
         raise UserError(f"{final} {reason}", "the recipe of its run writes it anew, from the last checkpoint")
 
 
+def status_after(error: BaseException) -> str:
+    """How a run has ended by an error, which may be another process's: somebody has stopped it, or it failed."""
+    stopped = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 0) > 128
+    return "interrupted" if stopped else "failed"
+
+
 def stages(adapter: str | None) -> list[str]:
     """The adapters that led to this one, and itself; as far as each one's run folder still tells."""
     if adapter is None:
