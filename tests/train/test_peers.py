@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -225,6 +226,31 @@ def test_what_stops_a_training_ends_what_it_has_forked_as_usual(sent: signal.Sig
         # Shells and launchers send it twice, and the first one's clearing away is not cut off.
         os.kill(os.getpid(), sent)
     assert signal.getsignal(sent) == before
+
+
+class Cleared:
+    """What somebody stops the process over while it is cleared away."""
+
+    def __init__(self, sent: signal.Signals) -> None:
+        self.sent = sent
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.sent)
+        for _ in range(10):
+            pass
+
+
+@pytest.mark.usefixtures("in_foreground")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_is_stopped_while_an_object_is_cleared_away_stops(
+    sent: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python drops what is raised there, with a stack trace."""
+    before, said = sys.unraisablehook, KeyboardInterrupt if sent == signal.SIGINT else Terminated
+    with told_to_stop(), pytest.raises(said):
+        Cleared(sent)
+        time.sleep(20)
+    assert "Traceback" not in capsys.readouterr().err and sys.unraisablehook == before
 
 
 def test_a_closed_terminal_does_not_stop_what_nohup_started(monkeypatch: pytest.MonkeyPatch) -> None:
