@@ -134,10 +134,10 @@ class RunFolder:
                     )
         if before.started:
             values["continued"] = now()
+        checkpoint.keep_unread(self.passed_over)
         self.accepted = True
         if (self.path / MANIFEST) in self.passed_over:
             set_aside(self.path / MANIFEST)
-        checkpoint.keep_unread(self.passed_over)
         with _WRITING:
             remove_partial(self.path)
         while self._waiting:
