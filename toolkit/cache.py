@@ -15,18 +15,15 @@ import secrets
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from toolkit.files import write_atomically
+from toolkit.files import is_old, remove_partial, write_atomically
 
 LOCK = ".lock"
 """The file in the folder of a run or a search that the process at work there has locked, however it ends."""
-_LONGEST_SECONDS = 86_400.0
-"""So long nothing is written without a change of its folder."""
 _log = logging.getLogger("toolkit")
 
 
@@ -60,10 +57,7 @@ def keep(path: Path, text: str | bytes) -> None:
     """
     place = writable(path)
     write_atomically(place, text)
-    for partial in place.parent.glob(".*.partial"):
-        with contextlib.suppress(OSError):
-            if partial.is_file() and _is_old(partial):
-                partial.unlink()
+    remove_partial(place.parent, alone=False)
 
 
 @contextlib.contextmanager
@@ -157,14 +151,8 @@ def _abandoned(place: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             of = place.with_name(partial.name[1:].rsplit(".", maxsplit=2)[0])
             lock = Path(f"{of}.lock")
-            if of == place or (_is_old(partial) and partial.is_dir() and lock.exists() and not is_held(lock)):
+            if of == place or (is_old(partial) and partial.is_dir() and lock.exists() and not is_held(lock)):
                 yield partial
-
-
-def _is_old(partial: Path) -> bool:
-    """Whether nobody can be writing it any more, also on a disk that keeps locks from other machines."""
-    # Where the clock was set back, what was written lies in the future.
-    return abs(time.time() - partial.stat().st_mtime) > _LONGEST_SECONDS
 
 
 def share(folder: Path) -> None:

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -181,6 +182,16 @@ def in_a_line(error: BaseException) -> str:
     first = first_line(error)
     kind = type(error).__name__
     return kind if first == kind else f"{kind}: {first}"
+
+
+def in_words(error: BaseException) -> tuple[str, str, int]:
+    """What other processes are told of an error that ends this one, what to change, and the exit code that they end
+    with."""
+    if isinstance(error, UserError):
+        return error.what, error.change, error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "stopped by Ctrl-C", "", getattr(error, "exit_code", 128 + signal.SIGINT)
+    return in_a_line(error), "its own message tells more", os.EX_TEMPFAIL
 
 
 def first_line(error: BaseException) -> str:

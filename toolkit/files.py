@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from toolkit.common import UserError, bytes_text, concealed
 ALSO_OF_SOCKETS = (errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT)
 UNANSWERED = (errno.EIO, errno.ESTALE, *ALSO_OF_SOCKETS)
 """Numbers of errors of a disk that does not answer now, such as one of a network: what lies there may be whole."""
+_LONGEST_SECONDS = 86_400.0
+"""So long nothing is written without a change of its folder."""
 
 
 def write_atomically(file: Path, text: str | bytes) -> None:
@@ -65,11 +68,22 @@ def _written_beside(file: Path, text: str | bytes) -> Iterator[Path]:
             partial.unlink()
 
 
-def remove_partial(folder: Path) -> None:
-    """Removes from a folder, in which nobody else writes now, what processes that were killed have left of files."""
+def remove_partial(folder: Path, alone: bool = True) -> None:
+    """Removes from a folder what processes that were killed have left of files.
+
+    Args:
+        alone: Whether nobody else writes there now; else what is not old stays.
+    """
     for partial in folder.glob(".*.partial"):
         with contextlib.suppress(OSError):
-            partial.unlink()
+            if partial.is_file() and (alone or is_old(partial)):
+                partial.unlink()
+
+
+def is_old(partial: Path) -> bool:
+    """Whether nobody can be writing it any more, also on a disk that keeps locks from other machines."""
+    # Where the clock was set back, what was written lies in the future.
+    return abs(time.time() - partial.stat().st_mtime) > _LONGEST_SECONDS
 
 
 def write_named(file: Path, text: str) -> None:

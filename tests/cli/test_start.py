@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from harness import RUN, environment
 from ranks import Ranks
@@ -87,6 +88,24 @@ def test_process_that_is_killed_gets_a_line(processes: int, tmp_path: Path, rank
     first, change = text.splitlines()
     assert status == 128 + 9 and first.startswith("error: ") and first.endswith("was ended by SIGKILL")
     assert "memory" in change
+
+
+def test_what_is_started_ends_with_its_launcher_whatever_it_is_at(tmp_path: Path, ranks: Ranks) -> None:
+    """A training that is still importing, which takes seconds, has asked for nothing yet."""
+    (tmp_path / "imports.py").write_text(
+        "import os, pathlib, time\npathlib.Path('.up').write_text(str(os.getpid()))\n"
+        "pathlib.Path('.up').rename('up')\ntime.sleep(60)\n"
+    )
+    launch = ranks.start(tmp_path, "imports.py", entry=LAUNCHERS["ours"])
+    end = time.monotonic() + 60
+    while not (tmp_path / "up").exists():
+        assert launch.running() and time.monotonic() < end
+        time.sleep(0.02)
+    training = psutil.Process(int((tmp_path / "up").read_text()))
+    launch.send(signal.SIGKILL)
+    launch.wait()
+    psutil.wait_procs([training], timeout=30)
+    assert not training.is_running() or training.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("nohup", [True, False])

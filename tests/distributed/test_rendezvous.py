@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from toolkit.common import UserError
 from toolkit.distributed import rendezvous
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, connect
+from toolkit.train.process import Terminated
 
 OVERRIDES = ["recipe=small", "schedule.max_steps=3", "batch.micro_batch_size=1", "checkpoint.save_steps=2"]
 PORT = "29500"
@@ -233,7 +235,7 @@ def together(*works: Work | None, ranks: Sequence[int] | None = None) -> list[An
         try:
             with connect(World(rank, rank % 2, len(works), 2)) as met:
                 results[place] = work(met)
-        except UserError as error:
+        except (UserError, KeyboardInterrupt) as error:
             results[place] = error
 
     threads = [threading.Thread(target=run, args=(place, work)) for place, work in enumerate(works) if work]
@@ -274,6 +276,24 @@ def test_what_one_finds_wrong_ends_all(failing: int) -> None:
     told = {result.what for rank, result in enumerate(results) if rank != failing}
     assert told == {f"rank {failing} ({HERE}): the disk is full"}
     assert {result.change for result in results} == {"make room"}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize(
+    ("by", "says", "code"),
+    [(KeyboardInterrupt(), "stopped by Ctrl-C", 130), (Terminated(signal.SIGTERM), "stopped by SIGTERM", 143)],
+)
+def test_who_is_stopped_alone_ends_all(stopped: int, by: KeyboardInterrupt, says: str, code: int) -> None:
+    """They would wait for as long as it may stay silent."""
+
+    def stop(met: Rendezvous) -> None:
+        raise by
+
+    wait_for_all: Work = lambda met: met.exchange("later", 1, dict)  # noqa: E731
+    results = together(*(stop if rank == stopped else wait_for_all for rank in range(4)))
+    assert results.pop(stopped) is by
+    assert [(each.what, each.exit_code) for each in results] == [(f"rank {stopped} ({HERE}): {says}", code)] * 3
 
 
 @pytest.mark.usefixtures("quick")

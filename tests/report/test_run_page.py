@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -39,6 +40,16 @@ def test_a_report_shows_the_headline_figures(run: Path) -> None:
     assert "16 GiB" in text
     assert "64\u2013127 1,520" in text
     assert "41 rows repeat — set `data.deduplicate: true`" in text
+
+
+def test_what_a_report_that_was_killed_has_left_goes_with_a_later_one(run: Path) -> None:
+    """But not what another one is writing."""
+    left, new = (run / f".{name}.7.89ab.partial" for name in ("report.html", "evaluation.json"))
+    for each in (left, new):
+        each.touch()
+    os.utime(left, (0, 0))
+    write_report(run)
+    assert not left.exists() and new.exists()
 
 
 def test_what_was_asked_after_training_is_shown_with_its_intervals(run: Path) -> None:

@@ -6,8 +6,11 @@ import json
 import os
 import shutil
 import socket
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import faults
 import pytest
@@ -16,6 +19,7 @@ from harness import losses
 from nodes import two_nodes
 from ranks import Finished, Ranks
 
+from toolkit.cache import is_held
 from toolkit.common import UserError, in_background
 from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
@@ -191,6 +195,11 @@ def recipe(staging: object) -> Recipe:
     return Recipe.model_validate({**base, "checkpoint": {"save_steps": 3, "staging": str(staging)}})
 
 
+def die(folder: FastFolder) -> None:
+    """As its process would, of which only the lock goes."""
+    folder._held.close()
+
+
 def machine(monkeypatch: pytest.MonkeyPatch, fast: Path, run: Path, number: int = 0, of: int = 1) -> FastFolder:
     """The folder of one machine, with a part of a checkpoint in it."""
     monkeypatch.setattr(socket, "gethostname", lambda: f"host-{number}")
@@ -259,9 +268,12 @@ def test_parts_of_two_machines_are_one_checkpoint_or_none(
         found = []
         for number in range(2):
             monkeypatch.setattr(socket, "gethostname", lambda number=number: f"host-{number}")
-            found.append(held(recipe(fast), target))
+            with held(recipe(fast), target) as part:
+                found.append(part)
         return found
 
+    for folder in folders:
+        die(folder)
     assert parts() == ["", ""]
     folders[0]._note(VALUES)
     assert [bool(part) for part in parts()] == [True, False] and whole(target, parts()) is None
@@ -285,6 +297,7 @@ def test_only_what_is_there_in_full_is_copied_by_the_next_start(
     target = aside(tmp_path / "run" / "checkpoints")
     target.mkdir(parents=True)
     folder.send(VALUES)
+    die(folder)
     shutil.rmtree(target / "checkpoint-3")
     if damage in DAMAGES:
         DAMAGES[damage](folder.place)
@@ -297,6 +310,44 @@ def test_only_what_is_there_in_full_is_copied_by_the_next_start(
         (target / "staged-0.json").write_text('{"values": {"step": "../3"}}', encoding="utf-8")
     assert take_left(recipe(fast), target) == (None if damage else VALUES)
     assert (target / "checkpoint-3").exists() == (not damage)
+
+
+def test_what_a_start_copies_is_not_removed_by_the_start_of_another_run(
+    tmp_path: Path, fast: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that were killed on one machine, say, and are started again at once."""
+    folder = machine(monkeypatch, fast, tmp_path / "run")
+    target = aside(tmp_path / "run" / "checkpoints")
+    target.mkdir(parents=True)
+    folder._note(VALUES)
+    die(folder)
+    copy = shutil.copyfile
+
+    def copy_beside_another(source: Path, to: Path) -> None:
+        machine(monkeypatch, fast, tmp_path / "other").remove()
+        copy(source, to)
+
+    monkeypatch.setattr(shutil, "copyfile", copy_beside_another)
+    assert take_left(recipe(fast), target) == VALUES
+    assert (target / "checkpoint-3" / "part-0.pt").read_bytes() == b"0123456789"
+    # Once it is copied, it is removed; a start of this run that comes meanwhile waits for that.
+    removed = threading.Event()
+
+    def remove_slowly(place: Path, **kwargs: Any) -> None:
+        removed.wait(1)
+        remove(place, **kwargs)
+
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", remove_slowly)
+    removing = in_background(lambda: remove_dead(fast))
+    while not is_held(folder.place / ".lock"):
+        time.sleep(0.01)
+    again = in_background(lambda: machine(monkeypatch, fast, tmp_path / "run"))
+    with pytest.raises(TimeoutError):
+        again.result(0.2)
+    removed.set()
+    removing.result(10)
+    assert is_held(again.result(10).place / ".lock")
 
 
 def test_what_dead_runs_left_goes_and_nothing_else(tmp_path: Path, fast: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +370,7 @@ def test_what_dead_runs_left_goes_and_nothing_else(tmp_path: Path, fast: Path, m
     assert part.exists()
     remove_dead(fast)
     assert all(place.exists() for place in (one.place, live, *foreign)) and not part.exists()
+    monkeypatch.setattr(fast_folder, "_REMOVAL_SECONDS", 0.0)
     with pytest.raises(UserError, match="another process uses"):
         machine(monkeypatch, fast, tmp_path / "live")
     if os.geteuid() == 0:

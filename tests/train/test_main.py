@@ -27,6 +27,7 @@ from ranks import Launch, Ranks
 from tiny import chat_rows, tiny_model
 
 from toolkit.common import UserError
+from toolkit.train import main as main_module
 from toolkit.train import process as process_module
 from toolkit.train.callbacks import CleanStop, Evaluator
 from toolkit.train.main import main
@@ -280,6 +281,34 @@ def test_training_saves_and_stops_when_its_launcher_dies(place: Path, monkeypatc
     launcher.join()
     wait_for(lambda: status(run) == "interrupted", lambda: True, 60)
     assert_continues(place, run)
+
+
+def test_training_whose_launcher_dies_before_it_has_begun_ends_too(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it imports the frameworks, say, which takes seconds."""
+    monkeypatch.setattr(process_module, "_launched_by_accelerate", lambda: True)
+    fork, end, begun = multiprocessing.get_context("fork"), *os.pipe()
+
+    def train() -> None:
+        os.close(end)
+        monkeypatch.setattr(main_module, "load_checked", lambda *read: os.write(begun, b"x") and time.sleep(60))
+        os._exit(main([*ENDLESS]))
+
+    def launch() -> None:
+        training = fork.Process(target=train)
+        training.start()
+        training.join()
+
+    launcher = fork.Process(target=launch)
+    launcher.start()
+    os.close(begun)
+    assert os.read(end, 1) == b"x"
+    launcher.kill()
+    launcher.join()
+    assert select.select([end], [], [], 30)[0], "the training went on without its launcher"
+    assert os.read(end, 1) == b""
+    os.close(end)
 
 
 @pytest.mark.matrix

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from toolkit.train import setup
 class Fails(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2 and os.environ["RANK"] == os.environ["FAILS"]:
-            raise KeyError("nobody expects this")
+            raise KeyboardInterrupt if os.environ.get("STOPS") else KeyError("nobody expects this")
 
 def main(arguments):
     begin = setup.Callbacks.__init__
@@ -85,6 +86,20 @@ def test_others_say_what_a_process_failed_with(fails: int, place: Path, tmp_path
     other = "error: " if fails else "error on process 1: "
     assert f"{other}rank {fails}: KeyError: 'nobody expects this'" in done.stderr
     assert json.loads((tmp_path / "small" / "manifest.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_who_is_stopped_alone_ends_the_others_as_stopped(
+    stopped: int, place: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """And not as what another start may not meet again."""
+    (place / "fails.py").write_text(FAILS)
+    own = {"FAILS": str(stopped), "STOPS": "1"}
+    done = ranks.run(place, *ENDLESS, f"output.dir={tmp_path}", processes=2, entry="fails", **own)
+    assert done.codes == [130, 130], done.stderr[-3000:]
+    other = "error: " if stopped else "error on process 1: "
+    assert f"{other}rank {stopped}: stopped by Ctrl-C" in done.stderr and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "small" / "manifest.json").read_text())["status"] == "interrupted"
 
 
 def killed_after_two(place: Path, folder: Path, ranks: Ranks, *own: str) -> Path:
@@ -211,6 +226,31 @@ def test_what_stops_a_training_ends_what_it_has_forked_as_usual(sent: signal.Sig
         # Shells and launchers send it twice, and the first one's clearing away is not cut off.
         os.kill(os.getpid(), sent)
     assert signal.getsignal(sent) == before
+
+
+class Cleared:
+    """What somebody stops the process over while it is cleared away."""
+
+    def __init__(self, sent: signal.Signals) -> None:
+        self.sent = sent
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.sent)
+        for _ in range(10):
+            pass
+
+
+@pytest.mark.usefixtures("in_foreground")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_is_stopped_while_an_object_is_cleared_away_stops(
+    sent: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python drops what is raised there, with a stack trace."""
+    before, said = sys.unraisablehook, KeyboardInterrupt if sent == signal.SIGINT else Terminated
+    with told_to_stop(), pytest.raises(said):
+        Cleared(sent)
+        time.sleep(20)
+    assert "Traceback" not in capsys.readouterr().err and sys.unraisablehook == before
 
 
 def test_a_closed_terminal_does_not_stop_what_nohup_started(monkeypatch: pytest.MonkeyPatch) -> None:

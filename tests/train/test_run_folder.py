@@ -24,6 +24,7 @@ import pytest
 import torch
 from harness import write_recipe
 from safetensors.torch import save_file
+from second_user import NOBODY, as_nobody, shared
 from small import populate, set_up
 
 from toolkit.common import UserError, in_background
@@ -46,6 +47,8 @@ from toolkit.train.run_folder import (
     stages,
     versions,
 )
+
+__all__ = ["shared"]
 
 
 @pytest.fixture(autouse=True)
@@ -446,6 +449,29 @@ def test_what_cannot_be_read_now_is_kept_whatever_is_kept_of_it_already(
         checkpoint.keep_unread(claimed.passed_over)
         kept = later.with_name(f"unread-checkpoint-9{number}")
         assert kept.is_dir() and not later.exists() and f"is kept as {kept}" in caplog.text
+
+
+def test_a_start_that_cannot_keep_what_it_cannot_read_changes_nothing(shared: Path) -> None:
+    """Nor does it set the manifest aside, without which the folder is no run's."""
+    run = shared / "run"
+    unread = run / "checkpoints" / "checkpoint-9"
+    unread.mkdir(parents=True)
+    (run / "manifest.json").write_text("{", encoding="utf-8")
+    os.chown(run, NOBODY, NOBODY)
+    imports = (
+        "from pathlib import Path\nfrom toolkit.recipe import load\nfrom toolkit.train.run_folder import RunFolder\n"
+        "loaded = load('smollm2_135m_lora_demo', [])"
+    )
+    code = (
+        f"run = Path({str(run)!r})\n"
+        "why = {run / 'checkpoints' / 'checkpoint-9': 'cannot be read: …', run / 'manifest.json': 'cannot be read'}\n"
+        "folder = RunFolder(run, passed_over=why, accepted=False)\n"
+        "try: folder.describe(loaded, None, {})\nfinally: print(folder.accepted)"
+    )
+    done = as_nobody(shared, imports, code)
+    assert "checkpoint-9 may be whole, and cannot be kept as unread-checkpoint-9: Permission denied" in done.stderr
+    assert "move it away, or wait until the disk answers" in done.stderr and done.stdout == "False\n"
+    assert unread.is_dir() and sorted(each.name for each in run.iterdir()) == ["checkpoints", "manifest.json"]
 
 
 @contextmanager

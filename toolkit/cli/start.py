@@ -19,6 +19,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from toolkit.own_process import end_with_parent
+
 _KILLED = "the kernel does that when the host's memory is full, and a batch system at its limits: look at their logs"
 _CRASHED = "look at what it printed last; `toolkit doctor` tests devices and kernels"
 _OTHERS_SECONDS = 30.0
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _by_itself(arguments: Sequence[str]) -> int:
     # What accelerate says to a process that it starts alone.
     said = {"OMP_NUM_THREADS": "1", **os.environ, "ACCELERATE_USE_CPU": "False", "ACCELERATE_MIXED_PRECISION": "no"}
-    training = subprocess.Popen([sys.executable, *arguments], env=said)
+    training = subprocess.Popen([sys.executable, *arguments], env=said, preexec_fn=end_with_parent)
     # Who stops the launcher waits for what the training still saves.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if not _ignored(number):

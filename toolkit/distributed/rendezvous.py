@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from toolkit.common import UserError, first_line, in_a_line, in_background
+from toolkit.common import UserError, first_line, in_background, in_words
 from toolkit.distributed.layout import World
 
 TIMEOUT_SECONDS = 120.0
@@ -66,7 +66,7 @@ def connect(world: World) -> Iterator[Rendezvous]:
     try:
         rendezvous.introduce()
         yield rendezvous
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         while rendezvous.ends:
             # Its thread has said why and is about to end this process; what was interrupted by that says less.
             time.sleep(_BEAT_SECONDS)
@@ -215,16 +215,15 @@ class Rendezvous:
         self.group_deadline = None
         self._closed.set()
 
-    def tell(self, error: Exception) -> None:
+    def tell(self, error: BaseException) -> None:
         """Tells the other processes why this one ends, and gives them the time to hear it."""
         store = self._store
         if store is None or self._closed.is_set() or self._silent == [0]:
             return
         self.stop()
-        told = error if isinstance(error, UserError) else UserError(in_a_line(error), "its own message tells more")
-        what = told.what if isinstance(error, SharedError) else f"{self.name(self.world.rank)}: {told.what}"
-        code = told.exit_code if isinstance(error, UserError) else os.EX_TEMPFAIL
-        message = json.dumps([what, told.change, code, self.world.world_size - len(self._silent)])
+        what, *rest = in_words(error)
+        what = what if isinstance(error, SharedError) else f"{self.name(self.world.rank)}: {what}"
+        message = json.dumps([what, *rest, self.world.world_size - len(self._silent)])
         with contextlib.suppress(DistError, TimeoutError):
             ended = _within(_LEAVE_SECONDS, lambda: store.compare_set("end", "", message))
             self._leave(store, json.loads(ended)[3])

@@ -29,7 +29,7 @@ from toolkit.common import (
     seconds_text,
 )
 from toolkit.data.auditing.audit import Audit, in_sentences
-from toolkit.files import write_atomically
+from toolkit.files import remove_partial, write_atomically
 from toolkit.planner.plan import Plan, Range
 from toolkit.recipe.files import read
 from toolkit.recipe.load import load_resolved
@@ -82,6 +82,8 @@ def write_report(run: Path, **values: Any) -> Path:
         environment=_environment(manifest),
     )
     write_atomically(path, html)
+    # Of a run that is finished, no start removes what a report or an evaluation that was killed has left.
+    remove_partial(run, alone=False)
     return path
 
 

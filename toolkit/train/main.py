@@ -30,13 +30,21 @@ from toolkit.recipe.problem import warn
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.show import keys_text
 from toolkit.train.continued import as_begun
-from toolkit.train.process import Terminated, ahead_of_launcher, leave_process_group, tell, told_to_stop
+from toolkit.train.process import (
+    Terminated,
+    ahead_of_launcher,
+    leave_process_group,
+    stop_with_launcher,
+    tell,
+    told_to_stop,
+)
 
 _log = logging.getLogger("toolkit.train")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks the recipe and the launch, then trains. Returns 0, 1 for a failed run, 2 for a wrong recipe."""
+    stop_with_launcher()
     open_streams()
     world = World()
     try:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from toolkit.common import UserError
 from toolkit.distributed.layout import World
@@ -58,22 +58,24 @@ def hand_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def stop_with_launcher() -> None:
+    """Has this process told to stop where its launcher dies, not to run on alone; only for accelerate's and torch's.
+
+    To be called before the imports that take seconds: of a launcher that has died before, nobody is told.
+    """
+    if _launched_by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+
+
 @contextmanager
 def ahead_of_launcher() -> Iterator[None]:
-    """Lets the training, not `accelerate launch`, answer Ctrl-C.
+    """Lets the training, not `accelerate launch`, answer Ctrl-C; does nothing without such a launcher.
 
     For one process `accelerate launch` waits in plain Python: at Ctrl-C it ends with a stack trace after a quarter of
     a second, while the training is still saving. So in a terminal this process takes the foreground and alone hears
-    Ctrl-C; and where the launcher dies all the same, this process is told to save and stop instead of running on alone.
-    Does nothing without such a launcher, but that a process of torch's elastic agent stops where that dies, too.
+    Ctrl-C.
     """
-    alone = _launched_by_accelerate()
-    if alone or "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
-    if not alone:
-        yield
-        return
-    if not sys.stdin.isatty() or os.tcgetpgrp(0) != os.getpgrp():
+    if not _launched_by_accelerate() or not sys.stdin.isatty() or os.tcgetpgrp(0) != os.getpgrp():
         yield
         return
     launchers_group = os.getpgrp()
@@ -127,6 +129,7 @@ class Terminated(KeyboardInterrupt):
 
 ONE_SIGNAL_SECONDS = 2.0
 """Signals within so many seconds count as one: launchers pass a terminal's on a second time, and shells do."""
+_AGAIN_SECONDS = 0.05
 _told_at = -math.inf
 
 
@@ -142,18 +145,39 @@ def stop_signals() -> tuple[int, ...]:
 
 @contextmanager
 def told_to_stop() -> Iterator[None]:
-    """Has `stop_signals` raise `Terminated`: by default they end Python in mid-sentence, and nobody learns why."""
+    """Has `stop_signals` raise `Terminated`: by default they end Python in mid-sentence, and nobody learns why.
+
+    What is raised while an object is cleared away Python drops, so it is raised again a moment later; Ctrl-C's, too.
+    """
     global _told_at
     if threading.current_thread() is not threading.main_thread():
         yield  # Which alone can do so.
         return
     _told_at = -math.inf
     previous = {number: signal.signal(number, _terminate) for number in stop_signals()}
+    say, sys.unraisablehook = sys.unraisablehook, _raise_again_or(sys.unraisablehook)
     try:
         yield
     finally:
+        sys.unraisablehook = say
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _raise_again_or(say: Callable[[Any], object]) -> Callable[[Any], object]:
+    """What Python calls with an error that it drops: says it, unless somebody is stopping this process."""
+
+    def dropped(unraisable: Any) -> None:
+        global _told_at
+        if not isinstance(error := unraisable.exc_value, KeyboardInterrupt):
+            say(unraisable)
+            return
+        _told_at = -math.inf
+        number = error.exit_code - 128 if isinstance(error, Terminated) else signal.SIGINT
+        # Here it would be dropped once more.
+        threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number)).start()
+
+    return dropped
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -134,10 +134,10 @@ class RunFolder:
                     )
         if before.started:
             values["continued"] = now()
+        checkpoint.keep_unread(self.passed_over)
         self.accepted = True
         if (self.path / MANIFEST) in self.passed_over:
             set_aside(self.path / MANIFEST)
-        checkpoint.keep_unread(self.passed_over)
         with _WRITING:
             remove_partial(self.path)
         while self._waiting:
@@ -303,6 +303,12 @@ def check_final(model: str) -> None:
     final = Path(model)
     if final.name == "final" and read_manifest(final.parent)[0].final and (reason := damage_of(final)):
         raise UserError(f"{final} {reason}", "the recipe of its run writes it anew, from the last checkpoint")
+
+
+def status_after(error: BaseException) -> str:
+    """How a run has ended by an error, which may be another process's: somebody has stopped it, or it failed."""
+    stopped = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 0) > 128
+    return "interrupted" if stopped else "failed"
 
 
 def stages(adapter: str | None) -> list[str]:

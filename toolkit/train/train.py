@@ -57,7 +57,7 @@ from toolkit.train.health.finite import check_weights
 from toolkit.train.health.watchdog import Watchdog, beat, watching
 from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
-from toolkit.train.run_folder import RunFolder, claim_together, now
+from toolkit.train.run_folder import RunFolder, claim_together, now, status_after
 from toolkit.train.selection import Chosen
 from toolkit.train.session import Session
 from toolkit.train.setup import Callbacks, set_up
@@ -197,7 +197,7 @@ def _failed(folder: RunFolder, error: BaseException) -> None:
     with contextlib.suppress(OSError):
         if not folder.accepted or folder.manifest().status == "finished":
             return  # It is an earlier start's.
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        status = status_after(error)
         # A user's own error needs no name of a class.
         said = str(reason or error) if reason or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         if status == "interrupted":

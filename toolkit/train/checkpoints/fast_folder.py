@@ -17,7 +17,7 @@ import shutil
 import socket
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ _FOLDERS, _NOTES = "toolkit-staging-", "staged-*.json"
 """How these folders are called, and notes in the run folder of what each one holds in full."""
 _PATIENCE = 300.0
 """Clients of network file systems see each other's files up to a minute late."""
+_REMOVAL_SECONDS = 5.0
+"""How long is waited for another run's start, which may be removing what this run has left here."""
 _STREAMS = 8
 """Files copied at once: a network's disk gives one of them only a part of its rate."""
 
@@ -79,7 +81,7 @@ class FastFolder:
             # Where all may write, somebody else may have made it.
             if self.place.is_symlink() or self.place.stat().st_uid != os.geteuid():
                 raise UserError(f"{KEY}: {self.place} is another user's", change)
-            self._held.enter_context(locked(self.place / ".lock", timeout=0))
+            self._held.enter_context(locked(self.place / ".lock", timeout=_REMOVAL_SECONDS))
         except Timeout:
             raise UserError(f"{KEY}: another process uses {self.place}", "wait for it, or set output.name") from None
         except OSError as error:
@@ -174,9 +176,9 @@ def take_left(recipe: Recipe, target: Path) -> dict[str, Any] | None:
     Raises:
         OSError: If the run folder cannot be written.
     """
-    token = held(recipe, target)
-    if found := whole(target, [token]):
-        copy_left(recipe, target, token)
+    with held(recipe, target) as part:
+        if found := whole(target, [part]):
+            copy_left(recipe, target, part)
     return found
 
 
@@ -185,9 +187,21 @@ def is_left(target: Path) -> bool:
     return any(target.glob(_NOTES))
 
 
-def held(recipe: Recipe, target: Path) -> str:
-    """Names the part of a checkpoint on its way to `target` that is on this machine in full; empty if there is none."""
+@contextlib.contextmanager
+def held(recipe: Recipe, target: Path) -> Iterator[str]:
+    """Names the part of a checkpoint on its way to `target` that is on this machine in full; empty if there is none, or
+    another process holds it. It stays meanwhile: another run that starts here removes what dead ones have left."""
     place = _place(recipe, target)
+    with contextlib.ExitStack() as stack:
+        part = ""
+        with contextlib.suppress(Timeout, OSError):
+            if (place / ".lock").is_file():  # Else locking would make it.
+                stack.enter_context(locked(place / ".lock", timeout=0))
+                part = _part(place, target)
+        yield part
+
+
+def _part(place: Path, target: Path) -> str:
     with contextlib.suppress(LookupError, TypeError, ValueError, OSError):
         token = (place / "token").read_text(encoding="utf-8")
         note = _notes(target)[token]

@@ -45,7 +45,11 @@ class LeftParts:
 
     def _meet(self, wanted: bool) -> dict[str, Any] | None:
         self._met = True
-        rank, held = self._rendezvous.world.rank, fast_folder.held(self._recipe, self._target)
+        with fast_folder.held(self._recipe, self._target) as held:
+            return self._copy(wanted, held)
+
+    def _copy(self, wanted: bool, held: str) -> dict[str, Any] | None:
+        rank = self._rendezvous.world.rank
         found: list[dict[str, Any]] = []
 
         def copiers(parts: Mapping[int, str]) -> dict[str, int]:
@@ -53,8 +57,7 @@ class LeftParts:
             if not values:
                 return {}
             found.append(values)
-            # Of the processes on one machine the first.
-            return {part: other for other, part in sorted(parts.items(), reverse=True) if part}
+            return {part: other for other, part in parts.items() if part}
 
         copying: dict[str, int] = self._rendezvous.exchange("left parts", held, copiers)
         if not copying:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from torch.distributed import DistError, Store
 
-from toolkit.common import UserError, in_a_line, in_background
+from toolkit.common import UserError, in_background, in_words
 from toolkit.distributed.rendezvous import Rendezvous, SharedError
 from toolkit.train.health.sentry import DUMP
 
@@ -127,12 +127,12 @@ class Peers:
             error: What ends it; a `PeerError` is known to them.
         """
         rank, size = self.world.rank, self.world.world_size
-        what = error.what if isinstance(error, UserError) else in_a_line(error)
+        what, change, code = in_words(error)
         what = what if isinstance(error, SharedError) else f"{self.name(rank)}: {what}"
-        change = error.change if isinstance(error, UserError) else f"its own message tells more; {GO_ON}"
+        change = change if isinstance(error, UserError) else "; ".join(filter(None, (change, GO_ON)))
         with contextlib.suppress(DistError, TimeoutError):
             if not isinstance(error, PeerError):
-                self.end([], what, change, exit_code=getattr(error, "exit_code", os.EX_TEMPFAIL))
+                self.end([], what, change, exit_code=code)
             until = time.monotonic() + _HEAR_SECONDS
             while self.ask(lambda store: store.add("heard", 0)) < size - len(self.gone) and time.monotonic() < until:
                 time.sleep(0.05)

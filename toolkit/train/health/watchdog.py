@@ -28,7 +28,7 @@ from toolkit.train.health.peers import GO_ON, PeerError, Peers
 from toolkit.train.health.sentry import Sentry
 from toolkit.train.health.stragglers import Comparison, pace
 from toolkit.train.process import Terminated, tell
-from toolkit.train.run_folder import RunFolder
+from toolkit.train.run_folder import RunFolder, status_after
 
 TICK_SECONDS = 1.0
 _GRACE_SECONDS = 5.0
@@ -252,7 +252,7 @@ class Watchdog:
             self._stacks.parent.mkdir(exist_ok=True)
             self._stacks.write_text(concealed(where), encoding="utf-8")
             if reason.speaks:
-                self._folder.end("failed", error=str(reason))
+                self._folder.end(status_after(reason), error=str(reason))
 
 
 @contextlib.contextmanager
