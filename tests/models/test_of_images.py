@@ -21,7 +21,7 @@ from toolkit.models.tiny import shrink
 from toolkit.train.main import main
 
 KINDS = {
-    **dict.fromkeys(("mistral3", "paligemma", "qwen2_5_vl", "qwen3_vl"), AutoModelForImageTextToText),
+    **dict.fromkeys(("mistral3", "mllama", "paligemma", "qwen2_5_vl", "qwen3_vl"), AutoModelForImageTextToText),
     **dict.fromkeys(("qwen2_audio", "voxtral"), AutoModelForSeq2SeqLM),
 }
 """With Transformers' class for what they were made for."""

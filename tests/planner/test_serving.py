@@ -37,7 +37,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
 }
 """So that the two layers of a tiny copy are not of one kind."""
-UNTOLD = {"emu3", "mllama", "jetmoe", "longcat_flash", "xlnet", "xmod", "led"}
+UNTOLD = {"emu3", "jetmoe", "longcat_flash", "xlnet", "xmod", "led"}
 """Whose code needs numbers to run, or whose parts are no model of their own."""
 
 

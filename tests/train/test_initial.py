@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from small import LORA, place_with, set_up, with_callbacks
 
@@ -18,7 +19,7 @@ from toolkit.train.finished.merge import merge
 from toolkit.train.main import main
 from toolkit.train.optimizer import optimizer_class
 
-place = place_with("llama")
+place = place_with("llama", "gpt2")
 
 
 def logits(model: Any, session: Any) -> torch.Tensor:
@@ -32,16 +33,22 @@ WAYS = {
     "pissa": ["method.rank_pattern.q_proj=4", "method.use_dora=true"],
     "eva": ["method.rank_pattern.q_proj=4", "method.use_dora=true"],
     "olora": ["method.use_rslora=true", "method.rank_pattern.q_proj=4", "method.alpha_pattern.q_proj=3"],
+    # Of more ranks than some layers have directions; and of layers whose weights lie the other way round.
+    "pissa-wide": ["method.r=200"],
+    "olora-wide": ["method.r=200"],
+    "pissa-gpt2": ["model.path=gpt2", "method.modules_to_save=[ln_1]"],
+    "olora-gpt2": ["model.path=gpt2", "method.modules_to_save=[ln_1]"],
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_begin_without_an_effect_and_end_on_the_base_as_it_was(way: str) -> None:
-    overrides = [*LORA, "method.r=8", f"method.init_lora_weights={way}", f"output.name={way}", *WAYS[way]]
-    session, callbacks = with_callbacks(*overrides, "method.modules_to_save=[input_layernorm]")
+    begun = way.partition("-")[0]
+    overrides = [*LORA, "method.r=8", f"method.init_lora_weights={begun}", "method.modules_to_save=[input_layernorm]"]
+    session, callbacks = with_callbacks(*overrides, f"output.name={way}", *WAYS[way])
     before = logits(ModelSource.open(session.recipe).load(session.dtypes, "eager"), session)
     # PiSSA and OLoRA do not begin at zero.
-    assert bool(session.start) == (way in ("pissa", "olora"))
+    assert bool(session.start) == (begun in ("pissa", "olora"))
     torch.testing.assert_close(logits(session.module, session), before, atol=2e-5, rtol=0)
     session.trainer.train()
     train.finish(session, callbacks)
@@ -50,6 +57,26 @@ def test_adapters_begin_without_an_effect_and_end_on_the_base_as_it_was(way: str
     _, published, _ = load_trained(session.folder.path)
     torch.testing.assert_close(logits(published, session), trained, atol=2e-5, rtol=0)
     merge([session.folder.path], session.folder.path / "merged")
+
+
+@pytest.mark.parametrize("way", ["pissa", "olora"])
+def test_the_part_taken_out_of_the_base_is_pefts(way: str) -> None:
+    session = set_up(*LORA, "method.r=8", "method.use_rslora=true", f"method.init_lora_weights={way}")
+    base = ModelSource.open(session.recipe).load(session.dtypes, "eager")
+    config = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", use_rslora=True, init_lora_weights=way)
+    ours, theirs = (dict(each.named_parameters()) for each in (session.module, get_peft_model(base, config)))
+    layers = [name.removesuffix(".lora_A.default.weight") for name in ours if "lora_A" in name]
+    assert len(layers) == 14
+    for layer in layers:
+        (part, rest), (other, others) = (
+            (
+                named[f"{layer}.lora_B.default.weight"] @ named[f"{layer}.lora_A.default.weight"],
+                named[f"{layer}.base_layer.weight"],
+            )
+            for named in (ours, theirs)
+        )
+        torch.testing.assert_close(part, other, atol=1e-5, rtol=0)
+        torch.testing.assert_close(rest, others, atol=1e-5, rtol=0)
 
 
 def test_eva_begins_with_the_main_directions_of_what_layers_read() -> None:

@@ -1,5 +1,8 @@
-"""How adapters begin by what quantization lost (LoftQ) or by what their layers read (EVA), before an engine has them.
+"""How adapters begin by the weights of their layers (PiSSA, OLoRA), by what quantization lost of these (LoftQ) or by
+what their layers read (EVA), before an engine has them.
 
+PEFT's own OLoRA takes the weights of GPT-2's layers the wrong way round, and adapters of more ranks than a layer has
+directions do not have the shapes that their settings say, neither by PiSSA nor by OLoRA.
 PEFT's own LoftQ runs on GPUs only and leaves out the scale of the adapters: at lora_alpha = 2 r it corrects twice as
 much as was lost. PEFT's EVA goes over the rows until all directions have settled, however long that takes, and finds
 equal inputs by a Python list of all numbers that a layer reads. So its arithmetic is used, in loops with a bound.
@@ -20,7 +23,8 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.data.rows import IGNORE
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.load import ModelSource
-from toolkit.recipe.sections import EVA_ROWS, EVA_TOKENS
+from toolkit.recipe import Recipe
+from toolkit.recipe.sections import EVA_ROWS, EVA_TOKENS, MOVES_BASE
 
 _TOGETHER = 512
 """EVA joins the directions of so many tokens at a time with those before. Till then they wait: 0.8 GiB for an 8B model
@@ -28,6 +32,34 @@ with adapters on all layers, less than the activations of a step."""
 _ITERATIONS = 16
 """After which a product of rank 8 to 64 takes over 99% of what the best one would of nf4's errors, whose spectrum is
 flat, in a fifth of the time of a whole decomposition or less."""
+
+
+@torch.no_grad()
+def begin_with_base(adapted: Any, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """PiSSA (Meng et al. 2024) and OLoRA (Büyükakyüz 2024): adapters take the principal part out of the base's weights.
+
+    Returns:
+        The adapters as they begin, by name; empty if they begin in another way.
+    """
+    way = recipe.method.init_lora_weights
+    if way not in MOVES_BASE:
+        return {}
+    for _, layer in _layers(adapted):
+        base, scale = layer.get_base_layer(), layer.scaling["default"]
+        first, second = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        weight = (base.weight.T if isinstance(base, Conv1D) else base.weight).float()
+        rank = min(layer.r["default"], *weight.shape)
+        if way == "pissa":
+            left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+            half = (sizes / scale).sqrt()
+            left, right = left * half, right * half[:, None]
+        else:
+            left, right = torch.linalg.qr(weight)
+        # What is left of the ranks stays at zero.
+        first.zero_()[:rank], second.zero_()[:, :rank] = right[:rank], left[:, :rank]
+        rest = (weight - scale * second.float() @ first.float()).to(base.weight)
+        base.weight.data = (rest.T if isinstance(base, Conv1D) else rest).contiguous()
+    return {name: each.detach().cpu().clone() for name, each in adapted.named_parameters() if "lora_" in name}
 
 
 @torch.no_grad()

@@ -24,7 +24,6 @@ from toolkit.models.weight_reads import kept_whole, reads_of
 from toolkit.recipe import Recipe
 from toolkit.recipe.heads import EMBEDDING, OF_TEXTS
 from toolkit.recipe.module_names import matches, unmatched
-from toolkit.recipe.sections import MOVES_BASE
 
 _TASKS = {
     "seq2seq": "SEQ_2_SEQ_LM",
@@ -106,8 +105,8 @@ def add_method(
         modules_to_save=saved or None,
         ensure_weight_tying=tied,
         trainable_token_indices=None if tied else _token_rows(model, new_tokens, saved, recipe),
-        # For `eva` and `loftq`, see `adapter_init`.
-        init_lora_weights=True if begun in ("default", "eva", "loftq") else begun,
+        # For all others, see `adapter_init`.
+        init_lora_weights=begun if begun in ("gaussian", "orthogonal") else True,
         use_rslora=method.use_rslora,
         use_dora=method.use_dora,
         task_type=TaskType(_TASKS.get(recipe.objective, "CAUSAL_LM")),
@@ -149,13 +148,6 @@ def _with_token_rows(layer: Any, active_adapters: Iterable[str]) -> torch.Tensor
                 kept[key] = torch.tensor(layer.token_indices[name], device=weights.device)
         weights = weights.index_copy(0, kept[key], layer.trainable_tokens_delta[name].to(weights))
     return weights
-
-
-def part_of_base(adapted: Any, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Adapters that were taken out of the base when they were added, as they begin, by name; empty if none were."""
-    if recipe.method.init_lora_weights not in MOVES_BASE:
-        return {}
-    return {name: p.detach().cpu().clone() for name, p in adapted.named_parameters() if "lora_" in name}
 
 
 def on_whole_base(state: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

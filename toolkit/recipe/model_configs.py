@@ -35,10 +35,10 @@ RESTORED_FORMS = ("compressed-tensors", "fp8", "mxfp4", "mxfp8")
 """Forms in few bits, by the `quant_method` of their configs, that Transformers restores as it reads them."""
 OF_IMAGES = {
     *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v"),
-    *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl"),
-    *("lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpmv4_6", "minimax_m3_vl"),
-    *("mistral3", "mistral4", "mistral_large4", "ovis2", "paligemma", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl"),
-    *("qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
+    *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl"),
+    *("lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpmv4_6"),
+    *("minimax_m3_vl", "mistral3", "mistral4", "mistral_large4", "mllama", "ovis2", "paligemma", "qianfan_ocr"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
 }
 """Architectures of images and text that are causal language models of text alone."""
 OF_SOUND = {"audioflamingo3", "glmasr", "musicflamingo", "qwen2_audio", "qwen3_asr", "voxtral"}

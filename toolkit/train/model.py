@@ -12,7 +12,8 @@ from transformers import TrainingArguments, set_seed
 
 from toolkit.common import in_background
 from toolkit.models import dropout
-from toolkit.models.adapters import add_method, cast_buffers, cast_parameters, part_of_base
+from toolkit.models.adapter_init import begin_with_base
+from toolkit.models.adapters import add_method, cast_buffers, cast_parameters
 from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.load import ModelSource
 from toolkit.models.parallel.parts import divide_model
@@ -35,7 +36,7 @@ class TrainedModel:
 
     Args:
         model: Of Transformers or PEFT.
-        start: See `adapters.part_of_base`.
+        start: See `adapter_init.begin_with_base`.
         parameters: How many there are, and how many are trained.
         in_fp8: How many of them are multiplied in fp8.
         hashes: Of the files it was read from, on the first process; they take minutes of a large model.
@@ -82,7 +83,7 @@ def load_model(decided: Decided, arguments: TrainingArguments, progress: Progres
     model = add_method(base, begins.recipe, types, new_tokens=new_tokens, reach=reach)
     if reach.outside:
         progress.remark(f"No text reaches {', '.join(reach.outside)}, which are not trained")
-    start = part_of_base(model, begins.recipe)
+    start = begin_with_base(model, begins.recipe)
     divide_model(model, layout.tensor, layout.expert, world.rank)
     if layout.tensor > 1 and types.load == "float32":
         cast_parameters(model.parameters(), types.load)  # They may have been read as they lie in their files.

@@ -88,7 +88,7 @@ class Session(Decided):
 
     Args:
         compiled: The layers, where they are compiled.
-        start: See `adapters.part_of_base`.
+        start: See `adapter_init.begin_with_base`.
         hashed: Ends when the manifest names the model's files, on the first process.
         trainer: The Trainer, with the model that is trained.
         progress: The terminal; that of other processes than the first is silent.

@@ -38,7 +38,7 @@ def publish(
     Every process must call this: sharded weights are gathered from all, into host memory of the first.
 
     Args:
-        start: See `adapters.part_of_base`.
+        start: See `adapter_init.begin_with_base`.
         chosen: Other weights than the model has now, see `snapshots.take`; nothing on other processes than the first.
 
     Raises:

@@ -151,7 +151,7 @@ class ServedAnswers:
     Args:
         folder: The run's.
         stops: Tokens that end an answer.
-        start: See `adapters.part_of_base`.
+        start: See `adapter_init.begin_with_base`.
     """
 
     def __init__(
