@@ -507,8 +507,9 @@ def fingerprint(
         setattr(tokenizer, name, value)
     dumped = recipe(path, eval_sources=[str(path)]).with_values(changes).model_dump(warnings=False)
     wanted = Recipe.model_validate(dumped)
-    readers = prepare_module._open(wanted.data.training_sources() + wanted.data.evaluation_sources(), False)
-    return prepare_module._fingerprint(wanted, tokenizer, stop, vocab, readers)
+    sides = (wanted.data.training_sources(), wanted.data.evaluation_sources())
+    readers = (prepare_module._open(sources, False) for sources in sides)
+    return prepare_module._fingerprint(wanted, tokenizer, stop, vocab, *readers)
 
 
 def test_whatever_changes_tokens_changes_the_fingerprint_and_nothing_else_does(tmp_path: Path) -> None:
@@ -535,6 +536,7 @@ def test_whatever_changes_tokens_changes_the_fingerprint_and_nothing_else_does(t
         {"data.sources": [{"path": str(path), "max_samples": 2}]},
         {"data.sources": [str(other)]},
         {"data.sources": [str(path), str(other)]},
+        {"data.sources": [str(path), str(path)], "data.eval_sources": []},
         {"data.eval_sources": [str(other)]},
         {"data.eval_split": 0.1},
     ]

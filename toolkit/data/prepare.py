@@ -120,7 +120,7 @@ def prepare(
     check_variables(tokenizer, data.chat_template_kwargs)
     train = _open(data.training_sources(), data.streaming)
     held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
-    fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, vocab_size, train + held_out)
+    fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, vocab_size, train, held_out)
     task = Task.of(recipe, bool(tokenizer.chat_template))
     train_on = "all" if task.objective == "language_modelling" else data.train_on
     encoder = Encoder(tokenizer, train_on, stop_token_ids, data.chat_template_kwargs, vocab_size)
@@ -343,16 +343,22 @@ def _fingerprint(
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: frozenset[int],
     vocab_size: int | None,
-    readers: list[Reader],
+    train: list[Reader],
+    held_out: list[Reader],
 ) -> str:
     recipe = as_written(recipe)
+
+    def of(readers: list[Reader]) -> list[Any]:
+        return [[as_written(reader.source).model_dump(), reader.fingerprint()] for reader in readers]
+
     parts = {
         "version": CODE_VERSION,
         "data": recipe.data.model_dump(exclude={"num_proc", "num_workers", "sources", "eval_sources", "eval_seed"}),
         # Only where it is set: what was prepared without it is still right.
         **({} if recipe.data.eval_seed is None else {"eval_seed": recipe.data.eval_seed}),
         **({"shares": "of usable rows"} if weighs([each.weight for each in recipe.data.sources]) else {}),
-        "sources": [[as_written(reader.source).model_dump(), reader.fingerprint()] for reader in readers],
+        "sources": of(train),
+        **({"eval_sources": of(held_out)} if held_out else {}),
         "objective": recipe.rows_for,
         "seq_len": recipe.batch.seq_len,
         "vocab_size": vocab_size,
