@@ -78,6 +78,23 @@ def test_built_in_rewards(reward: dict[str, Any], text: str, reference: str, wan
     assert score(reward, text, reference) == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize(
+    ("reward", "cut"),
+    [
+        ({"exact_match": True}, "7"),
+        ({"numeric": True}, "3 + 4 = 7"),
+        ({"json_schema": True}, "[7]"),
+        ({"format": {"tags": ["think", "answer"], "partial": 0.0}}, "7"),
+        ({"regex": {"pattern": r"</think>\s*<answer>"}}, "7"),
+    ],
+)
+def test_an_answer_goes_on_behind_the_mark_with_which_its_prompt_ends(reward: dict[str, Any], cut: str) -> None:
+    said = {"exact_match": "7", "json_schema": "[7]"}.get(next(iter(reward)), "<answer>7</answer>")
+    prompt, whole = "<|im_start|>assistant\n<think>\n", f"so it is 7\n</think>\n{said}"
+    found = Scorer(Rewards(**reward))([Answer(text, 5, prompt, {"answer": "7"}) for text in (cut, whole)])
+    assert found.tolist() == [[0.0], [1.0]]
+
+
 def test_json_that_fits_a_schema_counts_more_than_any(tmp_path: Path) -> None:
     pytest.importorskip("jsonschema")
     file = tmp_path / "schema.json"

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from toolkit.common import UserError, in_a_line
 from toolkit.data.reward_files import read
-from toolkit.data.thoughts import spoken
+from toolkit.data.thoughts import begun, spoken
 from toolkit.data.words import COMMONEST, SCRIPTS
 from toolkit.recipe.reinforcement import (
     ExactMatch,
@@ -78,6 +78,11 @@ class Answer:
     def reference(self) -> str:
         """The reference, where there is one."""
         return str(self.columns.get(ANSWER) or "")
+
+    @property
+    def whole(self) -> str:
+        """The text with the mark that opens its thoughts, also where that is the end of the prompt."""
+        return begun(self.prompt) + self.text
 
 
 def number_in(text: str) -> Decimal | None:
@@ -136,7 +141,7 @@ def tagged(text: str, tag: str | None) -> str | None:
 
 
 def _exact(settings: ExactMatch, answer: Answer) -> float:
-    given = tagged(answer.text, settings.tag)
+    given = tagged(answer.whole, settings.tag)
     if given is None:
         return 0.0
     one, other = given.strip(), answer.reference.strip()
@@ -144,7 +149,7 @@ def _exact(settings: ExactMatch, answer: Answer) -> float:
 
 
 def _numeric(settings: NumericMatch, answer: Answer) -> float:
-    given = tagged(answer.text, settings.tag)
+    given = tagged(answer.whole, settings.tag)
     one, other = None if given is None else result_in(given), result_in(answer.reference)
     if one is None or other is None:
         return 0.0
@@ -152,14 +157,14 @@ def _numeric(settings: NumericMatch, answer: Answer) -> float:
 
 
 def _regex(settings: RegexMatch, answer: Answer) -> float:
-    found = re.search(settings.pattern, answer.text, re.DOTALL)
+    found = re.search(settings.pattern, answer.whole, re.DOTALL)
     if not found or "answer" not in found.re.groupindex:
         return float(found is not None)
     return float((found["answer"] or "").strip() == answer.reference.strip())
 
 
 def _json(settings: JsonMatch, answer: Answer) -> float:
-    text = spoken(answer.text).strip()
+    text = spoken(answer.whole).strip()
     if not is_json(text):
         return 0.0
     if settings.schema_file is None:
@@ -208,7 +213,7 @@ def _language(settings: LanguageMatch, answer: Answer) -> float:
 
 
 def _format(settings: FormatMatch, answer: Answer) -> float:
-    tags, text = settings.tags, answer.text
+    tags, text = settings.tags, answer.whole
     frame = r"\s*".join(rf"<{re.escape(tag)}>(?:(?!</?{re.escape(tag)}>).)*</{re.escape(tag)}>" for tag in tags)
     counts = [text.count(mark) == 1 for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     if all(counts) and re.fullmatch(rf"\s*{frame}\s*", text, re.DOTALL):
