@@ -158,6 +158,9 @@ class _Remote(Reader):
         chosen = _one_file(source, *files) if is_one else _of_many(source, list(files), Path())
         self.files = [files[path] for path in chosen]
 
+    def class_names(self, column: str) -> list[str]:
+        return readers.class_names(self.files[0].fetch(), column)  # Rows are read from this copy first.
+
     def fingerprint(self) -> str:
         return xxhash.xxh3_128_hexdigest("".join(file.fingerprint() for file in self.files).encode())
 
