@@ -88,6 +88,9 @@ def test_a_file_a_folder_and_a_glob() -> None:
     assert read("memory://data", split="validation") == ROWS[:1]
     assert read("memory://data/*.jsonl") == ROWS
     assert read("memory://data/*/valid*.jsonl.gz", split="validation") == ROWS[:1]
+    write_memory({f"/data/training/{name}.jsonl": LINES for name in ("train", "val")})
+    for pattern in ("training", "training/*.jsonl", "training/?*.jsonl", "trainin[g]/*.jsonl"):
+        assert read(f"memory://data/{pattern}") == read(f"memory://data/{pattern}", split="val") == ROWS
     assert "no data files" in refused("memory://data/*.csv")
     assert "cannot be read" in refused("memory://data/nothing.jsonl")
     assert "has no split `test`" in refused("memory://data", split="test")

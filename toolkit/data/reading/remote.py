@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -108,7 +109,7 @@ def find(address: str) -> list[RemoteFile]:
             paths = system.find(root)
         else:
             paths = system.glob(root) if glob.has_magic(root) else [root]
-            root = root.partition("*")[0].rpartition("/")[0]
+            root = re.split(r"[*?[]", root, maxsplit=1)[0].rpartition("/")[0]
         files = [(path, system.info(path)) for path in sorted(paths)]
     found = []
     for path, info in files:

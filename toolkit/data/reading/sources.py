@@ -26,14 +26,9 @@ import xxhash
 from toolkit.common import UserError, first_line
 from toolkit.data.reading import hub, readers, remote
 from toolkit.data.reading.readers import RawRow
+from toolkit.data.reading.splits import is_of, is_part, split_of
 from toolkit.recipe.data import Source
 
-SPLITS = {
-    "train": {"train", "training"},
-    "validation": {"validation", "valid", "val", "dev", "eval", "evaluation"},
-    "test": {"test", "testing"},
-}
-"""Split to its names in those of files and folders."""
 NOT_DATA = re.compile(
     r"(readme|licen[cs]e|changelog|citation|contributing).*|(dataset_infos?|dataset_dict|state)\.json"
     r"|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow",
@@ -258,7 +253,7 @@ def _local_files(source: Source) -> list[Path] | None:
         candidates, root = [*_below(path)], path
     elif glob.has_magic(source.path):
         candidates = [Path(p) for p in glob.glob(str(path), recursive=True)]
-        root = Path(re.split(r"[*?[]", str(path), maxsplit=1)[0]).parent
+        root = Path(os.path.dirname(re.split(r"[*?[]", str(path), maxsplit=1)[0]))
     elif _names_hub_data(source, path):
         return None
     else:
@@ -296,7 +291,7 @@ def _leads_nowhere(path: Path) -> bool:
 def _one_file(source: Source, path: Path) -> list[Path]:
     if readers.kind(path) is None:
         raise UserError(f"`{path}` has an unknown extension `{path.suffix}`", readers.change_of([path.name]))
-    if source.split not in ("train", split_of(path.name)):
+    if source.split != "train" and not is_of(path.name, source.split):
         raise UserError(
             f"data source `{source.path}` is one file and has no split `{source.split}`",
             "hold a fraction out with `data.eval_split: 0.05`, or name a file in `data.eval_sources`",
@@ -351,7 +346,10 @@ def _of_split(source: Source, files: list[Path], root: Path) -> list[Path]:
     splits: dict[str, list[Path]] = {}
     for path in files:
         splits.setdefault(split_of(str(path.relative_to(root))) or "train", []).append(path)
-    split = split_of(source.split) or source.split
+    part = is_part(source.split)
+    if part and (chosen := [path for path in files if is_of(str(path.relative_to(root)), source.split)]):
+        return chosen
+    split = source.split if part else split_of(source.split) or source.split
     if split == "train" and len(splits) == 1:
         return next(iter(splits.values()))
     if split not in splits:
@@ -362,12 +360,6 @@ def _of_split(source: Source, files: list[Path], root: Path) -> list[Path]:
             "or hold a fraction out with `data.eval_split: 0.05`",
         )
     return splits[split]
-
-
-def split_of(name: str) -> str | None:
-    """The split that a file name, folder name or split name means, or None."""
-    parts = set(re.split(r"[^a-z]+", name.lower()))
-    return next((split for split, aliases in SPLITS.items() if aliases & parts), None)
 
 
 def _names_hub_data(source: Source, path: Path) -> bool:
