@@ -236,8 +236,16 @@ class Texts(BaseModel):
     """The lowest, the mean, and the highest, of pairs with scores."""
 
     @classmethod
-    def of(cls, keys: NDArray[np.int64], equal: int, cut: int, scores: NDArray[np.float64] | None) -> Texts:
-        """Those of rows whose texts have these keys (rows, texts)."""
+    def of(
+        cls,
+        keys: NDArray[np.int64],
+        numbers: NDArray[np.int64],
+        equal: int,
+        cut: int,
+        scores: NDArray[np.float64] | None,
+    ) -> Texts:
+        """Those of rows with these numbers (rows,), which weights may repeat, whose texts have these keys
+        (rows, texts)."""
         if not len(keys):
             return cls(of_row=keys.shape[1], equal=equal, cut=cut)
         told = None if scores is None else (float(scores.min()), float(scores.mean()), float(scores.max()))
@@ -245,8 +253,8 @@ class Texts(BaseModel):
         return cls(
             of_row=keys.shape[1],
             equal=equal,
-            shared_positives=_repeated(keys[:, 1]),
-            shared_anchors=_repeated(keys[:, 0]),
+            shared_positives=_shared(keys[:, 1], numbers),
+            shared_anchors=_shared(keys[:, 0], numbers),
             own_negatives=int(own.sum()),
             cut=cut,
             scores=told,
@@ -300,7 +308,8 @@ class Texts(BaseModel):
             )
 
 
-def _repeated(keys: NDArray[np.int64]) -> int:
-    """How many are there more than once."""
-    _, counts = np.unique(keys, return_counts=True)
-    return int(counts[counts > 1].sum())
+def _shared(keys: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+    """How many are also those of other rows."""
+    _, first, row = np.unique(numbers, return_index=True, return_inverse=True)
+    _, key, counts = np.unique(keys[first], return_inverse=True, return_counts=True)
+    return int(np.count_nonzero(counts[key[row]] > 1))
