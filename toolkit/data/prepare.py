@@ -193,7 +193,7 @@ def _count(path: Path, audit: auditing.Audit, recipe: Recipe) -> DataStatistics:
         documents=len(documents),
         squared_tokens=int((documents.astype(np.float64) ** 2).sum()),
         quantiles=_quantiles(both.max(axis=1)),
-        eval_rows=audit.eval.rows if audit.eval else 0,
+        eval_rows=len(held_out) if audit.eval else 0,
         eval_tokens=audit.eval.tokens if audit.eval else 0,
         longest_eval=int(held_out.max()),
         longest_target=int(max(both[:, 1].max(), held_out[:, -1].max())) if pairs else None,

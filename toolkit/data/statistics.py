@@ -23,7 +23,7 @@ from toolkit.cache import cache_dir, find, keep
 from toolkit.common import content_hash
 from toolkit.recipe import Recipe
 
-FORMAT = 7
+FORMAT = 8
 """Raise when the same recipe and files would have other figures."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
