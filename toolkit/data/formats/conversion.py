@@ -25,7 +25,7 @@ from toolkit.data.formats.columns import (
 from toolkit.data.formats.content import Content
 from toolkit.data.formats.judged import judged
 from toolkit.data.formats.labelled import read_labelled, read_tagged
-from toolkit.data.formats.messages import FLAGS, dicts, holds_messages, read_messages, read_tools
+from toolkit.data.formats.messages import FLAGS, dicts, holds_messages, read_messages, read_settings, read_tools
 from toolkit.data.formats.preferences import read_preference
 from toolkit.data.formats.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.formats.proposal import are_texts
@@ -240,10 +240,8 @@ class RowFormat:
                     f"{where} has a `system` column and a system message", "keep one of the two, or rename the column"
                 )
             messages = [{"role": "system", "content": system}, *messages]
-        settings = parsed(row.get("chat_template_kwargs")) or None
-        if not isinstance(settings, dict | None):
-            raise UserError(f"{where}: `chat_template_kwargs` is no object", 'write {"enable_thinking": false}')
-        return Chat(messages, read_tools(row.get("tools") or row.get("functions"), where), settings)
+        tools = read_tools(row.get("tools") or row.get("functions"), where)
+        return Chat(messages, tools, read_settings(row.get("chat_template_kwargs"), where))
 
 
 def _rounds(history: Any, where: str) -> list[tuple[str, str]]:

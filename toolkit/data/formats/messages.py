@@ -164,6 +164,18 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     return [_tool(tool) for tool in tools]
 
 
+def read_settings(value: Any, where: str) -> dict[str, Any] | None:
+    """What a row itself gives to the chat template, as `chat_template_kwargs`; None without any.
+
+    Raises:
+        UserError: It is no object.
+    """
+    settings = parsed(value) or None
+    if not isinstance(settings, dict | None):
+        raise UserError(f"{where}: `chat_template_kwargs` is no object", 'write {"enable_thinking": false}')
+    return settings
+
+
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if isinstance(tool.get("name"), str) and "function" not in tool:
         schema = {"input_schema": "parameters"} if "parameters" not in tool else {}  # Anthropic's name.
