@@ -27,6 +27,7 @@ from toolkit.common import UserError, first_line
 from toolkit.data.reading import hub, readers, remote
 from toolkit.data.reading.readers import RawRow
 from toolkit.data.reading.splits import is_of, is_part, split_of
+from toolkit.files import below
 from toolkit.recipe.data import Source
 
 NOT_DATA = re.compile(
@@ -250,7 +251,7 @@ def _local_files(source: Source) -> list[Path] | None:
     if path.is_file():
         return _one_file(source, path)
     if path.is_dir():
-        candidates, root = [*_below(path)], path
+        candidates, root = [*below(path)], path
     elif glob.has_magic(source.path):
         candidates = [Path(p) for p in glob.glob(str(path), recursive=True)]
         root = Path(os.path.dirname(re.split(r"[*?[]", str(path), maxsplit=1)[0]))
@@ -262,22 +263,6 @@ def _local_files(source: Source) -> list[Path] | None:
     if broken is not None:
         raise _missing(source, broken)
     return _of_many(source, [p for p in candidates if p.is_file()], root)
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    """Everything in a folder and below that is no folder and not hidden. Links to folders are followed, each once."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    seen = set[str]()
-    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        if (real := os.path.realpath(place)) in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in names if not name.startswith("."))
 
 
 def _may_be_data(path: Path) -> bool:
