@@ -54,6 +54,7 @@ _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.)])\.\d+)(?:[eE][+-]?\d{1,3}(?!\w))?"
 )
 """Also `.5`, Unicode's minus, and `1e-05`, as Python writes 0.00001."""
+_BRACES = re.compile(r"\\boxed\{|[{}]")
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,14 @@ def _refuse(constant: str) -> None:
 
 def boxed(text: str) -> str | None:
     """The content of the last `\\boxed{…}` that is closed; None without one."""
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for place in range(text.index("{", start), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if not depth:
-            return text[text.index("{", start) + 1 : place]
-    return None
+    opened: list[int | None] = []
+    first, found = -1, None
+    for mark in _BRACES.finditer(text):
+        if mark[0] != "}":
+            opened.append(mark.end() if len(mark[0]) > 1 else None)
+        elif opened and (start := opened.pop()) is not None and start > first:
+            first, found = start, text[start : mark.start()]
+    return found
 
 
 def result_in(text: str) -> Decimal | None:
