@@ -111,6 +111,13 @@ def test_a_conversation_is_no_text() -> None:
         spread({"messages": [MESSAGE], "positive_messages": [turns]})
 
 
+def test_prompts_of_rows_may_be_messages() -> None:
+    row = {"query": "a", "positive": "b", "prompt": [{"role": "user", "content": "c"}]}
+    with pytest.raises(UserError, match="says in `prompt` what stands before its anchors"):
+        read(row)
+    assert read(row, {"ignore": ["prompt"]}).texts == ["a", "b"]
+
+
 def test_instructions_of_rows_are_refused() -> None:
     with pytest.raises(UserError, match="says in `prompt` what stands before its anchors, such as 'Find: '") as refused:
         spread({"query": "a", "pos": ["b"], "neg": [], "prompt": "Find: "})

@@ -122,11 +122,11 @@ def _refuse_classes(found: Columns, source: str) -> None:
 
 def _refuse_prompts(rows: Sequence[Mapping[str, Any]], column: str, source: str) -> None:
     """Refuses FlagEmbedding's instructions of rows: what stands before anchors is one text, which is saved."""
-    prompts = list(dict.fromkeys(row[column] for row in rows if column and row.get(column) not in EMPTY))
-    if not prompts:
+    prompt = next((row[column] for row in rows if column and row.get(column) not in EMPTY), None)
+    if prompt is None:
         return
     raise UserError(
-        f"data source `{source}` says in `{column}` what stands before its anchors, such as {prompts[0]!r}, and would "
+        f"data source `{source}` says in `{column}` what stands before its anchors, such as {prompt!r}, and would "
         "be learnt without it",
         f"set embedding.query_prompt to it and 'data.ignore=[{column}]'; a model has one such text, so write others "
         "into the anchors themselves",
