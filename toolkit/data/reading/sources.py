@@ -112,6 +112,16 @@ def open_source(source: Source, streaming: bool = False) -> Reader:
     return _Local(source, streaming, files) if files else _Builtin(source)
 
 
+def open_sources(sources: list[Source], streaming: bool, max_samples: int | None = None) -> list[Reader]:
+    """Locates all sources; `max_samples` limits every one that is streamed, so that no more is read than is used."""
+    if streaming and max_samples is not None:
+        sources = [
+            source.model_copy(update={"max_samples": min(source.max_samples or max_samples, max_samples)})
+            for source in sources
+        ]
+    return [open_source(source, streaming) for source in sources]
+
+
 class _Local(Reader):
     def __init__(self, source: Source, streaming: bool, paths: list[Path]) -> None:
         super().__init__(source, streaming)
