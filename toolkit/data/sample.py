@@ -156,10 +156,9 @@ class _Counter:
             case Tagged(words):
                 yield " ".join(words), False
             case Chat(messages, tools):
-                roles = self.task.train_on if isinstance(self.task.train_on, list) else ["assistant"]
                 for message in messages:
                     calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
-                    trained = prompts or message.get("train", message["role"] in roles)
+                    trained = prompts or message.get("train", message["role"] in self.task.trained_roles)
                     yield f"{message['content'] or ''}{calls}", trained
                 if tools:
                     yield json.dumps(tools), prompts
