@@ -199,3 +199,19 @@ def check_disk(folder: Path, need: float, what: str, change: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < need:
         raise UserError(f"{folder} has {bytes_text(free)} of disk left; {what} {bytes_text(need)}", change)
+
+
+def below(folder: Path) -> Iterator[Path]:
+    """Everything in a folder and below that is no folder and not hidden. Links to folders are followed, each once."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen = set[str]()
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(place, name) for name in names if not name.startswith("."))

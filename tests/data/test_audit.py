@@ -21,7 +21,7 @@ from toolkit.data.auditing.audit import (
     SourceFigures,
     in_sentences,
 )
-from toolkit.data.auditing.problems import check_batch, find_problems
+from toolkit.data.auditing.problems import check_batch, find_problems, with_settings
 from toolkit.data.formats.messages import read_messages, without_use
 from toolkit.data.formats.task import Task, has_empty_turn
 from toolkit.data.prepare import prepare
@@ -349,9 +349,9 @@ def test_stop_token_that_is_never_trained_is_fatal(tmp_path: Path) -> None:
 
 def test_fewer_rows_than_a_global_batch_is_a_warning(tmp_path: Path) -> None:
     audited = audit(tmp_path, [chat_row(f"{n}", "b") for n in range(5)])
-    (problem,) = check_batch(audited, 16).problems
+    (problem,) = check_batch(audited, 5, 16).problems
     assert problem.level == "warning" and "5 training rows do not fill one global batch of 16" in problem.what
-    assert check_batch(audited, 5).problems == []
+    assert check_batch(audited, 5, 5).problems == []
 
 
 def test_merged_boundaries_are_counted(tmp_path: Path) -> None:
@@ -531,14 +531,37 @@ def test_unused_names_are_listed_up_to_twenty() -> None:
     assert SourceFigures(path="a", split="train", format="text").unused() == []
 
 
+def test_prompts_that_weights_repeat_are_no_copies_in_the_data(tmp_path: Path) -> None:
+    for name, count in (("many", 12), ("few", 3)):
+        write_jsonl(tmp_path / f"{name}.jsonl", ({"prompt": f"{name} {n}", "answer": "1"} for n in range(count)))
+    sources = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in ("many", "few")]
+    wanted = recipe(*sources, objective="grpo", seq_len=512).with_values({"rewards.length.max_tokens": 9})
+    prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
+    assert len(prepared.train) == 24 and prepared.audit.train.prompts
+    assert prepared.audit.train.prompts.repeated == 0 and prepared.audit.problems == []
+
+
+def test_a_text_that_is_split_fills_a_batch_alone(tmp_path: Path) -> None:
+    book = write_jsonl(tmp_path / "a.jsonl", [{"text": "fox " * 300}])
+    held_out = write_jsonl(tmp_path / "b.jsonl", [{"text": "dog " * 200}])
+    settings = {"objective": "language_modelling", "over_long": "split", "eval_sources": [str(held_out)]}
+    wanted = recipe(book, seq_len=64, **settings).with_values({"batch.global_batch_size": 4})
+    prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
+    assert prepared.audit.train.rows == 1 and len(prepared.train) > 4
+    assert with_settings(prepared.audit, wanted, prepared.statistics).problems == []
+    assert prepared.statistics and prepared.statistics.eval_rows == len(prepared.eval or ()) > 1
+    few = with_settings(prepared.audit, wanted.with_values({"batch.global_batch_size": 400}), prepared.statistics)
+    assert f"{len(prepared.train)} training sequences do not fill" in few.problems[0].what
+
+
 def test_packed_rows_fill_a_batch_as_sequences() -> None:
     packed = figures(packing={"rows": 12, "efficiency": 0.9})
-    (problem,) = check_batch(packed, 13).problems
+    (problem,) = check_batch(packed, 12, 13).problems
     assert "12 training sequences do not fill one global batch of 13" in problem.what
     assert problem.change == "lower `batch.global_batch_size`, or set `data.packing: false`"
-    assert check_batch(packed, 12) == packed
-    assert check_batch(figures(scope="the first rows"), 1000).problems == []
-    assert check_batch(figures(), 101).problems[0].change == "lower `batch.global_batch_size`"
+    assert check_batch(packed, 12, 12) == packed
+    assert with_settings(figures(scope="the first rows"), recipe("a.jsonl"), None).problems == []
+    assert check_batch(figures(), 100, 101).problems[0].change == "lower `batch.global_batch_size`"
 
 
 def test_sources_lengths_and_problems_have_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

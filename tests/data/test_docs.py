@@ -13,7 +13,7 @@ from toolkit.data.formats.recognition import recognise
 from toolkit.data.formats.task import Task
 from toolkit.data.reading.hub import SECONDS
 from toolkit.data.reading.readers import COMPRESSIONS, KINDS
-from toolkit.data.reading.sources import SPLITS
+from toolkit.data.reading.splits import SPLITS
 from toolkit.data.streaming import AUDITED_ROWS, SHUFFLE_BUFFER
 from toolkit.recipe.data import FORMATS, Data, Source
 from toolkit.recipe.embedding import Embedding

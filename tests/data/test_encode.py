@@ -22,7 +22,7 @@ from toolkit.data.encoding import chat_spans, chat_template, template_limits
 from toolkit.data.encoding.chat_spans import ENOUGH, Conversation, render
 from toolkit.data.encoding.chat_template import fixed_prompt, load_chat_template
 from toolkit.data.encoding.encode import Encoded, Encoder
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Prompted, Row, Segments, Tagged, Text, Tokens
 
 CHATML = load_chat_template("chatml")
 LLAMA_3 = """\
@@ -417,6 +417,15 @@ def test_a_token_that_the_model_has_no_embedding_for_is_refused_where_a_row_has_
     for row in (Text("fox <tool>"), Pair("fox", "<tool>")):
         with pytest.raises(UserError, match=rf"'<tool>' \({size}\), but the model has embeddings for {size} tokens"):
             encoder(row)
+    with pytest.raises(UserError, match=rf"The prompt has the token '<tool>' \({size}\)"):
+        encoder.prompt_ids(Prompted(Completion("fox <tool>", ""), {"answer": ""}))
+
+
+def test_words_of_a_row_may_be_more_than_the_tokens_of_the_vocabulary() -> None:
+    tokenizer = plain_tokenizer()
+    words = ["a"] * (len(tokenizer) + 1)
+    encoded = Encoder(tokenizer, "auto", frozenset({0}), vocab_size=len(tokenizer))(Tagged(words, ["X"] * len(words)))
+    assert max(encoded.labels) == len(tokenizer)
 
 
 def test_only_the_completion_is_trained() -> None:

@@ -131,6 +131,20 @@ def test_conversational_completion_trains_only_the_completion() -> None:
     assert [message.get("train") for message in chat.messages] == [False, False, False, None]
 
 
+def test_a_prompts_message_that_says_it_is_trained_is() -> None:
+    row = {"prompt": [user("a"), assistant("b", train=True), user("c")], "completion": [assistant("d")]}
+    chat = convert(row)
+    assert isinstance(chat, Chat)
+    assert [message.get("train") for message in chat.messages] == [False, True, False, None]
+
+
+@pytest.mark.parametrize("train_on", [["user", "assistant"], "all"])
+def test_a_part_is_left_out_of_a_message_that_the_recipe_trains(train_on: Any) -> None:
+    parts = [{"type": "text", "text": "skip", "train": False}, {"type": "text", "text": "keep"}]
+    chat = convert({"messages": [user(parts), assistant("b")]}, train_on=train_on)  # type: ignore[arg-type]
+    assert isinstance(chat, Chat) and chat.messages[0]["untrained"] == {"content": [[0, 4]]}
+
+
 def test_seq2seq_pairs() -> None:
     assert convert({"source": "a", "target": "b"}, objective="seq2seq") == Pair("a", "b")
     assert convert({"prompt": "a", "completion": "b"}, objective="seq2seq") == Pair("a", "b")

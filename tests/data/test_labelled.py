@@ -109,7 +109,8 @@ def test_classes_are_in_the_order_of_the_data_or_sorted(tmp_path: Path) -> None:
 def test_the_audit_says_how_labels_are_spread(tmp_path: Path) -> None:
     held = [{"text": "seen nowhere", "label": "ugly"}, {"text": "another", "label": "good"}]
     write_jsonl(tmp_path / "held.jsonl", held)
-    twice = [{"text": "both", "label": "good"}, {"text": "both", "label": "bad"}, {"text": " ", "label": "good"}]
+    both = [{"text": "both", "label": label} for label in ("good", "good", "bad")]
+    twice = [*both[1:], {"text": " ", "label": "good"}]
     found = prepared(
         tmp_path, [*TEXTS, *twice, {"text": "no label", "label": None}], eval_sources=[str(tmp_path / "held.jsonl")]
     )
@@ -120,6 +121,8 @@ def test_the_audit_says_how_labels_are_spread(tmp_path: Path) -> None:
     assert "2 of 24 rows have no text or no label and are left out" in " ".join(text.split())
     assert found.eval is not None and len(found.eval) == 1
     assert "stop token" not in text
+    again = prepared(tmp_path, [*TEXTS, *both])
+    assert again.audit.train.classes and again.audit.train.classes.contradicting == 3
 
 
 def test_held_out_rows_of_other_classes_alone_are_said_to_be_so(tmp_path: Path) -> None:
@@ -212,6 +215,15 @@ def test_several_labels_of_a_row_are_no_class(label: Any, tmp_path: Path) -> Non
 def test_a_pair_that_lacks_a_text_is_left_out(tmp_path: Path) -> None:
     rows = [{"premise": f"row {n}", "hypothesis": None if n == 3 else "two", "label": n % 2} for n in range(8)]
     assert len(prepared(tmp_path, rows).train) == 7
+
+
+def test_columns_of_texts_may_be_ignored(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "A"}]
+    rows = [{"text": "x", "messages": asked if n else [], "label": "ab"[n % 2]} for n in range(8)]
+    assert prepared(tmp_path, rows, ignore=["text"]).audit.sources[0].empty_rows == 1
+    pairs = [{"text": "x", "label": "ab"[n % 2]} | ({"text_pair": "y"} if n else {}) for n in range(8)]
+    first, *others = prepared(tmp_path, pairs, ignore=["text_pair"]).train["input_ids"]
+    assert first and all(ids == first for ids in others)
 
 
 def test_a_column_in_lower_case_is_taken_before_its_like(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ from toolkit.data.mixture import mix
 from toolkit.data.prepare import Prepared, prepare, sequence_lengths
 from toolkit.data.preview import show
 from toolkit.data.reading import sources
+from toolkit.data.reading.sources import open_sources
 from toolkit.data.rows import Sample
 from toolkit.data.statistics import statistics_of
 from toolkit.recipe import Recipe
@@ -507,8 +509,9 @@ def fingerprint(
         setattr(tokenizer, name, value)
     dumped = recipe(path, eval_sources=[str(path)]).with_values(changes).model_dump(warnings=False)
     wanted = Recipe.model_validate(dumped)
-    readers = prepare_module._open(wanted.data.training_sources() + wanted.data.evaluation_sources(), False)
-    return prepare_module._fingerprint(wanted, tokenizer, stop, vocab, readers)
+    sides = (wanted.data.training_sources(), wanted.data.evaluation_sources())
+    readers = (open_sources(each, False) for each in sides)
+    return prepare_module._fingerprint(wanted, tokenizer, stop, vocab, *readers)
 
 
 def test_whatever_changes_tokens_changes_the_fingerprint_and_nothing_else_does(tmp_path: Path) -> None:
@@ -535,6 +538,7 @@ def test_whatever_changes_tokens_changes_the_fingerprint_and_nothing_else_does(t
         {"data.sources": [{"path": str(path), "max_samples": 2}]},
         {"data.sources": [str(other)]},
         {"data.sources": [str(path), str(other)]},
+        {"data.sources": [str(path), str(path)], "data.eval_sources": []},
         {"data.eval_sources": [str(other)]},
         {"data.eval_split": 0.1},
     ]
@@ -549,6 +553,17 @@ def test_whatever_changes_tokens_changes_the_fingerprint_and_nothing_else_does(t
         for pairs in itertools.permutations({"a": "b", "c": "d"}.items())
     ]
     assert by_order[0] == by_order[1]
+
+
+def test_rows_for_rewards_are_prepared_anew_for_another_schema(tmp_path: Path) -> None:
+    """The audit says which references do not fit."""
+    path, schema = documents(tmp_path / "a.jsonl", 3), tmp_path / "schema.json"
+    wanted = {"objective": "grpo", "rewards": {"json_schema": {"schema_file": str(schema)}}}
+    found = []
+    for kind in ("array", "object", "array"):
+        schema.write_text(json.dumps({"type": kind}), encoding="utf-8")
+        found.append(fingerprint(wanted, path))
+    assert found[0] == found[2] != found[1]
 
 
 @pytest.mark.parametrize(("asked", "count"), [(0, 8), (3, 8), (12, 12), (40, 30)])
@@ -675,9 +690,9 @@ def test_of_a_stream_no_more_held_out_rows_are_read_than_are_used(tmp_path: Path
     for own, limit, count in ((None, 10, 10), (5, 10, 5), (20, 10, 10), (None, None, 30), (7, None, 7)):
         source = {"path": str(path), "max_samples": own}
         sources = recipe(source).data.training_sources()
-        (reader,) = prepare_module._open(sources, True, limit)
+        (reader,) = open_sources(sources, True, limit)
         assert len(list(reader.rows())) == count
-        (whole,) = prepare_module._open(sources, False, limit)
+        (whole,) = open_sources(sources, False, limit)
         assert len(list(whole.rows())) == (own or 30)
 
 

@@ -87,6 +87,24 @@ def test_a_system_message_stands_before_prompts_that_have_none() -> None:
     assert converted({"prompt": "2 + 2 ="}, template=False).asked == Completion("2 + 2 =", "")
 
 
+def test_a_rows_own_system_message_tools_and_settings_are_asked_with_it() -> None:
+    own = {"prompt": "2 + 2", "system": "In German."}
+    asked = converted(own, system="Be brief.").asked
+    assert isinstance(asked, Chat) and asked.messages[0]["content"] == "In German."
+    assert converted(own, template=False, system="Be brief.").asked == Completion("In German.\n\n2 + 2", "")
+    assert converted(own, template=False, ignore=["system"]).asked == Completion("2 + 2", "")
+    settings, tool = {"enable_thinking": False}, {"name": "add", "parameters": {}}
+    for prompt in ("2 + 2", [USER]):
+        row = {"prompt": prompt, "chat_template_kwargs": settings, "functions": [tool]}
+        assert converted(row).asked == Chat([USER], [{"type": "function", "function": tool}], settings)
+        assert converted(row, ignore=["chat_template_kwargs", "functions"]).asked == Chat([USER])
+    with pytest.raises(UserError, match="`chat_template_kwargs` is no object"):
+        converted({"prompt": "2 + 2", "chat_template_kwargs": 3})
+    for name, value in (("functions", [tool]), ("chat_template_kwargs", settings)):
+        with pytest.raises(UserError, match=f"has `{name}`, which only chats have"):
+            converted({"prompt": "2 + 2", name: value}, template=False)
+
+
 @pytest.mark.parametrize(
     ("row", "settings", "said"),
     [

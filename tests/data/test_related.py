@@ -111,6 +111,13 @@ def test_a_conversation_is_no_text() -> None:
         spread({"messages": [MESSAGE], "positive_messages": [turns]})
 
 
+def test_prompts_of_rows_may_be_messages() -> None:
+    row = {"query": "a", "positive": "b", "prompt": [{"role": "user", "content": "c"}]}
+    with pytest.raises(UserError, match="says in `prompt` what stands before its anchors"):
+        read(row)
+    assert read(row, {"ignore": ["prompt"]}).texts == ["a", "b"]
+
+
 def test_instructions_of_rows_are_refused() -> None:
     with pytest.raises(UserError, match="says in `prompt` what stands before its anchors, such as 'Find: '") as refused:
         spread({"query": "a", "pos": ["b"], "neg": [], "prompt": "Find: "})
@@ -178,14 +185,20 @@ def test_other_objectives_do_not_take_them() -> None:
 
 def test_the_audit_counts_what_repeats() -> None:
     keys = np.array([[1, 10, 90], [2, 10, 91], [1, 11, 11], [4, 12, 93]])
-    figures = Texts.of(keys, equal=3, cut=2, scores=None)
+    figures = Texts.of(keys, np.arange(4), equal=3, cut=2, scores=None)
     assert (figures.shared_positives, figures.shared_anchors, figures.own_negatives) == (2, 2, 1)
     said = [what for _, what, _ in figures.problems(4, held_out=False)]
     assert any("3 rows have the same text as anchor and positive" in what for what in said)
     assert any("1 row names its own positive" in what for what in said) and any("held out" in what for what in said)
     assert "2 rows share their positive and 2 their anchor" in " ".join(figures.in_sentences(4))
-    alike = Texts.of(keys[:, :2], equal=0, cut=0, scores=np.ones(4))
+    alike = Texts.of(keys[:, :2], np.arange(4), equal=0, cut=0, scores=np.ones(4))
     assert [fatal for fatal, *_ in alike.problems(4, held_out=True)] == [True]
+
+
+def test_rows_that_weights_repeat_are_no_copies_in_the_data() -> None:
+    keys, numbers = np.array([[1, 10], [2, 10], [3, 30], [3, 30], [3, 30], [1, 10]]), np.array([0, 1, 2, 2, 2, 0])
+    figures = Texts.of(keys, numbers, equal=0, cut=0, scores=None)
+    assert (figures.shared_positives, figures.shared_anchors) == (3, 0)
 
 
 def test_equal_texts_have_one_key() -> None:

@@ -16,6 +16,7 @@ from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import datasets
 import fsspec
 import pytest
 
@@ -87,6 +88,9 @@ def test_a_file_a_folder_and_a_glob() -> None:
     assert read("memory://data", split="validation") == ROWS[:1]
     assert read("memory://data/*.jsonl") == ROWS
     assert read("memory://data/*/valid*.jsonl.gz", split="validation") == ROWS[:1]
+    write_memory({f"/data/training/{name}.jsonl": LINES for name in ("train", "val")})
+    for pattern in ("training", "training/*.jsonl", "training/?*.jsonl", "trainin[g]/*.jsonl"):
+        assert read(f"memory://data/{pattern}") == read(f"memory://data/{pattern}", split="val") == ROWS
     assert "no data files" in refused("memory://data/*.csv")
     assert "cannot be read" in refused("memory://data/nothing.jsonl")
     assert "has no split `test`" in refused("memory://data", split="test")
@@ -154,6 +158,38 @@ def test_a_file_that_goes_while_it_is_wanted_is_named(server: tuple[str, Path, l
     (folder / "a.jsonl").unlink()
     with pytest.raises(UserError, match=f"`{address}/a.jsonl` cannot be read: .*404"):
         list(source.rows())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "signed.jsonl"])
+def test_a_download_that_is_cut_is_refused_and_not_kept(name: str, server: tuple[str, Path, list[str]]) -> None:
+    """Also where the content itself is the version."""
+    address, folder, _ = server
+    (folder / name).write_bytes(LINES)
+    with pytest.MonkeyPatch.context() as patched:
+        half = len(LINES) // 2
+
+        def cut(self: SimpleHTTPRequestHandler, source: Any, target: Any) -> None:
+            target.write(source.read(half))
+
+        patched.setattr(SimpleHTTPRequestHandler, "copyfile", cut)
+        assert f"`{address}/{name}` cannot be read: the connection ended after {half} of {len(LINES)} bytes" in refused(
+            f"{address}/{name}"
+        )
+    assert read(f"{address}/{name}") == ROWS
+
+
+def test_a_cloud_that_hands_on_less_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_memory({"/a.jsonl": LINES})
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFile.size", len(LINES) + 1)
+    assert f"the connection ended after {len(LINES)} of {len(LINES) + 1} bytes" in refused("memory://a.jsonl")
+
+
+def test_classes_have_the_names_that_a_file_gives_them(tmp_path: Path) -> None:
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features)
+    rows.to_parquet(tmp_path / "a.parquet")
+    write_memory({"/a.parquet": (tmp_path / "a.parquet").read_bytes()})
+    assert open_source(Source(path="memory://a.parquet")).class_names("label") == ["no", "yes"]
 
 
 OF_CLOUDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"} | dict.fromkeys(

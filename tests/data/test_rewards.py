@@ -34,6 +34,10 @@ def score(reward: dict[str, Any], text: str, reference: str = "", tokens: int = 
         ({"numeric": {"tag": "answer"}}, "<think>3 + 4 <answer>7</answer>", "7", 1),
         ({"numeric": True}, "3 + 4 = 7", "He has 3 and 4.\n#### 7", 1),
         ({"numeric": True}, "so \\boxed{\\frac{1,200}{1}} or \\boxed{1,200} of 3", "1200", 1),
+        ({"numeric": True}, "so \\boxed{4} of 3. Then \\boxed{", "4", 1),
+        ({"numeric": True}, "so {\\boxed{4} of {3}. Then \\boxed{ 5 or {3}", "4", 1),
+        ({"numeric": True}, "so } \\boxed{4} or \\boxed{about \\boxed{7}}", "7", 1),
+        ({"numeric": True}, "so \\boxed{4", "4", 1),
         ({"numeric": True}, "It is 7, not 8", "7", 0),
         ({"numeric": True}, "none", "7", 0),
         ({"numeric": True}, "7", "none", 0),
@@ -76,6 +80,23 @@ def score(reward: dict[str, Any], text: str, reference: str = "", tokens: int = 
 )
 def test_built_in_rewards(reward: dict[str, Any], text: str, reference: str, wanted: float) -> None:
     assert score(reward, text, reference) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("reward", "cut"),
+    [
+        ({"exact_match": True}, "7"),
+        ({"numeric": True}, "3 + 4 = 7"),
+        ({"json_schema": True}, "[7]"),
+        ({"format": {"tags": ["think", "answer"], "partial": 0.0}}, "7"),
+        ({"regex": {"pattern": r"</think>\s*<answer>"}}, "7"),
+    ],
+)
+def test_an_answer_goes_on_behind_the_mark_with_which_its_prompt_ends(reward: dict[str, Any], cut: str) -> None:
+    said = {"exact_match": "7", "json_schema": "[7]"}.get(next(iter(reward)), "<answer>7</answer>")
+    prompt, whole = "<|im_start|>assistant\n<think>\n", f"so it is 7\n</think>\n{said}"
+    found = Scorer(Rewards(**reward))([Answer(text, 5, prompt, {"answer": "7"}) for text in (cut, whole)])
+    assert found.tolist() == [[0.0], [1.0]]
 
 
 def test_json_that_fits_a_schema_counts_more_than_any(tmp_path: Path) -> None:

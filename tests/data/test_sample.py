@@ -258,6 +258,20 @@ def test_weights_share_out_the_rows_that_are_not_dropped(words: int, rows: int, 
     assert figures and counted and figures.rows == counted.rows == rows and figures.tokens == counted.tokens
 
 
+@pytest.mark.parametrize("sources", [[("a", None)], [("a", 1.0), ("b", 1.0)], [("a", 3.0), ("b", None)]])
+@pytest.mark.parametrize("limit", [None, 40, 1000])
+def test_a_fraction_is_held_out_before_rows_are_repeated_or_left_out(
+    sources: list[tuple[str, float | None]], limit: int | None, model: Path, tmp_path: Path
+) -> None:
+    few = write_jsonl(tmp_path / "b.jsonl", ({"text": f"fox {n}"} for n in range(20)))
+    paths = {"a": texts(tmp_path / "a.jsonl", 80), "b": few}
+    given = [{"path": str(paths[name]), "weight": weight} for name, weight in sources]
+    wanted = asked(model, *given, objective="language_modelling", eval_split=0.2, max_samples=limit, seq_len=4096)
+    counted, figures = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").statistics, sampled(wanted)
+    assert counted and figures and figures.eval_rows == counted.eval_rows == 0.2 * (80 + 20 * (len(sources) - 1))
+    assert figures.rows == pytest.approx(counted.rows, rel=0.1)  # What is held out of each source is chance.
+
+
 def test_pairs_of_other_forms_and_packed_rows(model: Path, tmp_path: Path) -> None:
     pairs = write_jsonl(tmp_path / "a.jsonl", ({"source": words(n), "target": words(n + 1)} for n in range(20)))
     figures = sampled(asked(model, pairs, objective="seq2seq", seq_len=4096))

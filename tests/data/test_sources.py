@@ -18,7 +18,8 @@ from harness import write_jsonl
 
 from toolkit.common import UserError
 from toolkit.data.reading import sources
-from toolkit.data.reading.sources import open_source, split_of
+from toolkit.data.reading.sources import open_source
+from toolkit.data.reading.splits import split_of
 from toolkit.recipe.data import Source
 
 
@@ -157,6 +158,28 @@ def test_folder_has_the_splits_of_its_file_names(tmp_path: Path) -> None:
     assert [row["text"] for row in read(tmp_path, split="test")] == ["more/test.jsonl"]
     assert [row["text"] for row in read(f"{tmp_path}/*.jsonl")] == ["train-1.jsonl", "train-2.jsonl"]
     assert [row["text"] for row in read(f"{tmp_path}/d*.jsonl")] == ["dev.jsonl"]
+
+
+@pytest.mark.parametrize("pattern", ["training/*.jsonl", "training/?*.jsonl", "*/*.jsonl", "*ing/[atv]*.jsonl", ""])
+def test_the_name_of_a_file_says_its_split_before_that_of_its_folder(pattern: str, tmp_path: Path) -> None:
+    for name in ("train", "a", "val"):
+        write_jsonl(tmp_path / "training" / f"{name}.jsonl", [{"text": name}])
+    assert [row["text"] for row in read(tmp_path / pattern)] == ["a", "train"]
+    assert [row["text"] for row in read(tmp_path / pattern, split="validation")] == ["val"]
+
+
+@pytest.mark.parametrize("pattern", ["", "data", "data/*.jsonl"])
+def test_one_of_several_splits_of_a_kind_is_taken_by_its_whole_name(pattern: str, tmp_path: Path) -> None:
+    kinds = ("train_sft", "train_gen", "test_sft", "test_prefs")
+    for name in kinds:
+        write_jsonl(tmp_path / "data" / f"{name}-00000-of-00001.jsonl", [{"text": name}])
+    for name in kinds:
+        assert read(tmp_path / pattern, split=name) == [{"text": name}]
+    for name in ("train_prefs", "train_s"):
+        assert f"has no split `{name}`; it has `test`: test_prefs" in refused(tmp_path / pattern, split=name)
+    alone = tmp_path / "data" / "train_sft-00000-of-00001.jsonl"
+    assert read(alone, split="train_sft") == read(alone) == [{"text": "train_sft"}]
+    assert "is one file and has no split `train_gen`" in refused(alone, split="train_gen")
 
 
 @pytest.mark.parametrize(
@@ -349,7 +372,7 @@ def test_a_split_is_known_under_every_name(split: str, names: str, tmp_path: Pat
         if split != "train":
             assert [row["text"] for row in read(folder)] == ["other"]
         alone = write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
-        assert read(alone) == read(alone, split=split) == [{"text": name}]
+        assert all(read(alone, split=asked) == [{"text": name}] for asked in names.split())
 
 
 def test_splits_that_are_not_there_are_listed(tmp_path: Path) -> None:

@@ -80,6 +80,17 @@ def test_a_file_that_joins_a_folder_is_seen(tmp_path: Path) -> None:
     assert statistics_of(recipe(folder), tmp_path / "cache") is None
 
 
+def test_files_of_a_linked_folder_are_watched(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "data").mkdir()
+    documents(tmp_path / "real" / "a.jsonl", 20)
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "real")
+    prepare(recipe(tmp_path / "data"), chatml_tokenizer(), STOP, tmp_path / "cache")
+    assert statistics_of(recipe(tmp_path / "data"), tmp_path / "cache") is not None
+    documents(tmp_path / "real" / "a.jsonl", 30)
+    assert statistics_of(recipe(tmp_path / "data"), tmp_path / "cache") is None
+
+
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (16, 1), (16, 4), (64, 16)])
 @pytest.mark.parametrize("kind", ["lognormal", "uniform", "few long"])

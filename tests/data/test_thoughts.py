@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny import tiny_tokenizer
 
-from toolkit.data.thoughts import spoken, text_of
+from toolkit.data.thoughts import begun, spoken, text_of
 
 SPECIAL = {
     "qwen": [],
@@ -43,3 +43,16 @@ def test_what_an_answer_says_is_what_follows_its_thoughts(model: str, written: s
     text = text_of(tokenizer, tokenizer(written, add_special_tokens=False)["input_ids"])
     assert spoken(text).strip() == says
     assert says in text and not any(each in text for each in ("RESPONSE", "<|return|>", "6<|end|>"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "mark"),
+    [
+        ("<|im_start|>assistant\n<think>\n", "<think>\n"),
+        ("<|START_OF_TURN_TOKEN|><|START_THINKING|>", "<|START_THINKING|>"),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
+        ("Write thoughts in <think>…</think>, begun by <think>.\n<|im_start|>assistant\n", ""),
+    ],
+)
+def test_thoughts_may_begin_with_the_end_of_a_prompt(prompt: str, mark: str) -> None:
+    assert begun(prompt) == mark

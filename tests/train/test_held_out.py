@@ -185,6 +185,33 @@ def test_a_model_that_says_what_was_trained_is_always_right(
     assert (end in line["after"]) == (end in line["reference"]) == (kind in ("thoughts", "special"))
 
 
+def test_an_answer_that_is_cut_in_thoughts_which_its_prompt_opens_says_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    (place / "opening.jinja").write_text(template, encoding="utf-8")
+    answer = {"role": "assistant", "reasoning_content": "2 + 4", "content": "{}"}
+    write_jsonl(
+        place / "opened.jsonl",
+        ({"messages": [{"role": "user", "content": f"{number}: 2 + 4?"}, answer]} for number in range(40)),
+    )
+    run = trained(
+        "opened", *LORA, *HELD_OUT, "data.sources=[opened.jsonl]", "model.chat_template=opening.jinja"
+    )  # fmt: skip
+    said = ["{}", "2 + 4\n</think>\n\n{}<|im_end|>"]
+
+    def half_cut(model: Any, tokenizer: Any, prompts: list[list[int]], *_: Any) -> torch.Tensor:
+        assert all(tokenizer.decode(prompt).endswith("<think>\n") for prompt in prompts)
+        ids = [torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in said]
+        return torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+
+    monkeypatch.setattr(held_out, "generate", half_cut)
+    assert cli(["evaluate", str(run), "rows=2", "batch_size=2", "before=false"]) == 0
+    scores = found(run).held_out.scores  # type: ignore[union-attr]
+    assert {score.after.value for score in scores if score.name in ("exact match", "valid JSON")} == {0.5}
+    assert "{}" in [row["after"] for row in lines(run)]
+
+
 def test_an_answer_that_positions_end_is_cut(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained("positions", *LORA, *SEQ2SEQ, *HELD_OUT)
     assert cli(["evaluate", str(run), "rows=2", "before=false", "metrics=rouge_l", "max_new_tokens=4096"]) == 0

@@ -393,7 +393,7 @@ def data(options: argparse.Namespace) -> None:
         print(render(error.audit))
         raise
     whole = str(prepared.path / "audit.json")
-    print(render(with_settings(prepared.audit, loaded.recipe), whole))
+    print(render(with_settings(prepared.audit, loaded.recipe, prepared.statistics), whole))
     if options.show:
         rows = show(prepared, tokenizer, options.show, color=sys.stdout.isatty())
         print(f"\n{on_screen(rows, PAGED)}")

@@ -39,7 +39,8 @@ from toolkit.data.formats.messages import without_use
 from toolkit.data.formats.task import Task
 from toolkit.data.mixture import Indices, counts_for_usable, mix, weighs
 from toolkit.data.own_answers import longest_rows, prompts_of
-from toolkit.data.reading.sources import Reader, open_source
+from toolkit.data.reading.sources import Reader, open_sources
+from toolkit.data.reward_files import file_hashes
 from toolkit.data.row_table import collect
 from toolkit.data.rows import Chat, Sample, from_json, sides
 from toolkit.data.statistics import DataStatistics, answered, record
@@ -48,7 +49,6 @@ from toolkit.data.token_table import TokenTable
 from toolkit.data.tokenization import Chunker, pack, tokenise
 from toolkit.files import write_json
 from toolkit.recipe import Recipe
-from toolkit.recipe.data import Source
 from toolkit.recipe.places import as_written
 from toolkit.recipe.prefixes import may_begin_alike
 from toolkit.seal import build_sealed
@@ -118,14 +118,14 @@ def prepare(
     datasets.disable_progress_bars()
     data = recipe.data
     check_variables(tokenizer, data.chat_template_kwargs)
-    train = _open(data.training_sources(), data.streaming)
-    held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
-    fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, vocab_size, train + held_out)
+    train = open_sources(data.training_sources(), data.streaming)
+    held_out = open_sources(data.evaluation_sources(), data.streaming, data.eval_max_samples)
+    fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, vocab_size, train, held_out)
     task = Task.of(recipe, bool(tokenizer.chat_template))
     train_on = "all" if task.objective == "language_modelling" else data.train_on
     encoder = Encoder(tokenizer, train_on, stop_token_ids, data.chat_template_kwargs, vocab_size)
     chunker = Chunker(encoder, recipe.longest_row, data.over_long)
-    audited = _open(data.training_sources(), True, AUDITED_ROWS) if data.streaming else train
+    audited = open_sources(data.training_sources(), True, AUDITED_ROWS) if data.streaming else train
 
     root = cache or cache_dir() / "data"
     statistics = None
@@ -193,7 +193,7 @@ def _count(path: Path, audit: auditing.Audit, recipe: Recipe) -> DataStatistics:
         documents=len(documents),
         squared_tokens=int((documents.astype(np.float64) ** 2).sum()),
         quantiles=_quantiles(both.max(axis=1)),
-        eval_rows=audit.eval.rows if audit.eval else 0,
+        eval_rows=len(held_out) if audit.eval else 0,
         eval_tokens=audit.eval.tokens if audit.eval else 0,
         longest_eval=int(held_out.max()),
         longest_target=int(max(both[:, 1].max(), held_out[:, -1].max())) if pairs else None,
@@ -343,22 +343,30 @@ def _fingerprint(
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: frozenset[int],
     vocab_size: int | None,
-    readers: list[Reader],
+    train: list[Reader],
+    held_out: list[Reader],
 ) -> str:
+    schema = file_hashes(recipe.rewards.model_copy(update={"file": None}))
     recipe = as_written(recipe)
+
+    def of(readers: list[Reader]) -> list[Any]:
+        return [[as_written(reader.source).model_dump(), reader.fingerprint()] for reader in readers]
+
     parts = {
         "version": CODE_VERSION,
         "data": recipe.data.model_dump(exclude={"num_proc", "num_workers", "sources", "eval_sources", "eval_seed"}),
         # Only where it is set: what was prepared without it is still right.
         **({} if recipe.data.eval_seed is None else {"eval_seed": recipe.data.eval_seed}),
         **({"shares": "of usable rows"} if weighs([each.weight for each in recipe.data.sources]) else {}),
-        "sources": [[as_written(reader.source).model_dump(), reader.fingerprint()] for reader in readers],
+        "sources": of(train),
+        **({"eval_sources": of(held_out)} if held_out else {}),
         "objective": recipe.rows_for,
         "seq_len": recipe.batch.seq_len,
         "vocab_size": vocab_size,
         "seed": recipe.seed,
         "samples": _num_samples(recipe),
         **(_of_prompts(recipe) if recipe.reinforces else {}),
+        **({"schema": schema} if schema else {}),
         **({"embedding": recipe.embedding.model_dump(mode="json")} if recipe.embeds else {}),
         "template": [recipe.model.chat_template, tokenizer.chat_template],
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
@@ -383,16 +391,6 @@ def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer.backend_tokenizer.to_str()
-
-
-def _open(sources: list[Source], streaming: bool, max_samples: int | None = None) -> list[Reader]:
-    """Locates all sources; `max_samples` limits every one that is streamed, so that no more is read than is used."""
-    if streaming and max_samples is not None:
-        sources = [
-            source.model_copy(update={"max_samples": min(source.max_samples or max_samples, max_samples)})
-            for source in sources
-        ]
-    return [open_source(source, streaming) for source in sources]
 
 
 def _num_samples(recipe: Recipe) -> int:

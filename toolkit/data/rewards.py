@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from toolkit.common import UserError, in_a_line
 from toolkit.data.reward_files import read
-from toolkit.data.thoughts import spoken
+from toolkit.data.thoughts import begun, spoken
 from toolkit.data.words import COMMONEST, SCRIPTS
 from toolkit.recipe.reinforcement import (
     ExactMatch,
@@ -54,6 +54,7 @@ _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.)])\.\d+)(?:[eE][+-]?\d{1,3}(?!\w))?"
 )
 """Also `.5`, Unicode's minus, and `1e-05`, as Python writes 0.00001."""
+_BRACES = re.compile(r"\\boxed\{|[{}]")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class Answer:
     def reference(self) -> str:
         """The reference, where there is one."""
         return str(self.columns.get(ANSWER) or "")
+
+    @property
+    def whole(self) -> str:
+        """The text with the mark that opens its thoughts, also where that is the end of the prompt."""
+        return begun(self.prompt) + self.text
 
 
 def number_in(text: str) -> Decimal | None:
@@ -111,15 +117,14 @@ def _refuse(constant: str) -> None:
 
 def boxed(text: str) -> str | None:
     """The content of the last `\\boxed{…}` that is closed; None without one."""
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for place in range(text.index("{", start), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if not depth:
-            return text[text.index("{", start) + 1 : place]
-    return None
+    opened: list[int | None] = []
+    first, found = -1, None
+    for mark in _BRACES.finditer(text):
+        if mark[0] != "}":
+            opened.append(mark.end() if len(mark[0]) > 1 else None)
+        elif opened and (start := opened.pop()) is not None and start > first:
+            first, found = start, text[start : mark.start()]
+    return found
 
 
 def result_in(text: str) -> Decimal | None:
@@ -136,7 +141,7 @@ def tagged(text: str, tag: str | None) -> str | None:
 
 
 def _exact(settings: ExactMatch, answer: Answer) -> float:
-    given = tagged(answer.text, settings.tag)
+    given = tagged(answer.whole, settings.tag)
     if given is None:
         return 0.0
     one, other = given.strip(), answer.reference.strip()
@@ -144,7 +149,7 @@ def _exact(settings: ExactMatch, answer: Answer) -> float:
 
 
 def _numeric(settings: NumericMatch, answer: Answer) -> float:
-    given = tagged(answer.text, settings.tag)
+    given = tagged(answer.whole, settings.tag)
     one, other = None if given is None else result_in(given), result_in(answer.reference)
     if one is None or other is None:
         return 0.0
@@ -152,14 +157,14 @@ def _numeric(settings: NumericMatch, answer: Answer) -> float:
 
 
 def _regex(settings: RegexMatch, answer: Answer) -> float:
-    found = re.search(settings.pattern, answer.text, re.DOTALL)
+    found = re.search(settings.pattern, answer.whole, re.DOTALL)
     if not found or "answer" not in found.re.groupindex:
         return float(found is not None)
     return float((found["answer"] or "").strip() == answer.reference.strip())
 
 
 def _json(settings: JsonMatch, answer: Answer) -> float:
-    text = spoken(answer.text).strip()
+    text = spoken(answer.whole).strip()
     if not is_json(text):
         return 0.0
     if settings.schema_file is None:
@@ -208,7 +213,7 @@ def _language(settings: LanguageMatch, answer: Answer) -> float:
 
 
 def _format(settings: FormatMatch, answer: Answer) -> float:
-    tags, text = settings.tags, answer.text
+    tags, text = settings.tags, answer.whole
     frame = r"\s*".join(rf"<{re.escape(tag)}>(?:(?!</?{re.escape(tag)}>).)*</{re.escape(tag)}>" for tag in tags)
     counts = [text.count(mark) == 1 for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     if all(counts) and re.fullmatch(rf"\s*{frame}\s*", text, re.DOTALL):

@@ -156,10 +156,9 @@ class _Counter:
             case Tagged(words):
                 yield " ".join(words), False
             case Chat(messages, tools):
-                roles = self.task.train_on if isinstance(self.task.train_on, list) else ["assistant"]
                 for message in messages:
                     calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
-                    trained = prompts or message.get("train", message["role"] in roles)
+                    trained = prompts or message.get("train", message["role"] in self.task.trained_roles)
                     yield f"{message['content'] or ''}{calls}", trained
                 if tools:
                     yield json.dumps(tools), prompts
@@ -253,7 +252,8 @@ def _lines(file: Path, count: int) -> Iterator[tuple[RawRow, int]]:
 
 def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter: _Counter) -> DataStatistics | None:
     data, seq_len, pairs = recipe.data, recipe.batch.seq_len, recipe.objective == "seq2seq"
-    uses = [side.rows for side in train]
+    held_share = data.eval_split if isinstance(data.eval_split, float) else 0.0
+    uses = [(1 - held_share) * side.rows for side in train]
     if any(side.source.weight is not None for side in train):
         # Every row that is trained on is used once at least.
         shares = [1.0 if side.source.weight is None else side.source.weight for side in train]
@@ -264,10 +264,11 @@ def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter:
     if not used.sum():
         return None  # All are dropped, which is an error of the run.
     used *= min(1.0, (data.max_samples or used.sum()) / used.sum())
-    held, held_lengths, _, held_targets = _as_trained(recipe, held_out, [side.rows for side in held_out])
-    if isinstance(data.eval_split, float):
-        held, held_lengths, held_targets = data.eval_split * used, lengths, targets
-        used = used - held
+    # Rows are held out before others are repeated or left out.
+    apart = train if held_share else held_out
+    held, held_lengths, _, held_targets = _as_trained(
+        recipe, apart, [(held_share or 1.0) * side.rows for side in apart]
+    )
     held *= min(1.0, (data.eval_max_samples or np.inf) / max(held.sum(), 1))
     # Sequences in a row; where there are several, the longest of them stands for the target.
     count = recipe.answers

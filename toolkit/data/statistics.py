@@ -13,6 +13,7 @@ import functools
 import glob
 import json
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from pydantic import TypeAdapter
 
 from toolkit.cache import cache_dir, find, keep
 from toolkit.common import content_hash
+from toolkit.files import below
 from toolkit.recipe import Recipe
 
-FORMAT = 7
+FORMAT = 8
 """Raise when the same recipe and files would have other figures."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -197,10 +199,10 @@ def record(recipe: Recipe, figures: DataStatistics, cache: Path | None = None) -
 
 def _file(recipe: Recipe, cache: Path | None) -> Path:
     data, model = recipe.data, recipe.model
-    files = [path for source in (*data.sources, *data.eval_sources) for path in _files(source.path, "**/*")]
+    files = [path for source in (*data.sources, *data.eval_sources) for path in _files(source.path, below)]
     names = filter(None, (model.path, model.tokenizer, model.chat_template))
     # Those the tokenizer may be made of, and for data every file that a source may stand for: rather too many.
-    files += [path for name in names for path in _files(name, "*") if path.suffix not in _WEIGHTS]
+    files += [path for name in names for path in _files(name, Path.iterdir) if path.suffix not in _WEIGHTS]
     stamps = [[str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in sorted(files)]
     content = {
         "format": FORMAT,
@@ -220,8 +222,8 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
     return (cache or cache_dir() / "data") / f"{key}.statistics.json"
 
 
-def _files(name: str, pattern: str) -> list[Path]:
-    """The local files that a path or glob stands for; `pattern` chooses those of a folder."""
+def _files(name: str, of_folder: Callable[[Path], Iterable[Path]]) -> list[Path]:
+    """The local files that a path or glob stands for."""
     path = Path(name)
-    paths = path.glob(pattern) if path.is_dir() else {path, *map(Path, glob.glob(str(path), recursive=True))}
+    paths = of_folder(path) if path.is_dir() else {path, *map(Path, glob.glob(str(path), recursive=True))}
     return [path for path in paths if path.is_file()]

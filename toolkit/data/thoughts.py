@@ -47,6 +47,12 @@ def spoken(answer: str) -> str:
     return answer.removeprefix(_ANSWER)
 
 
+def begun(prompt: str) -> str:
+    """The mark that opens thoughts at the end of a prompt, as many templates write it: an answer goes on behind it."""
+    end = prompt.rstrip()
+    return next((prompt[len(end) - len(begin) :] for begin, _ in _MARKS if end.endswith(begin)), "")
+
+
 def thought(answer: str) -> str:
     """What an answer says before that, between the marks of thoughts."""
     return _MARK.sub("", answer.removesuffix(spoken(answer))).strip()

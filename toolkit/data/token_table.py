@@ -110,7 +110,8 @@ class TokenTable:
         lacking = Scorer(self.recipe.rewards, runs_code=False).of_references([columns for _, columns in known])
         places = {name: int(wrong.argmax()) for name, wrong in lacking.items() if wrong.any()}
         return Prompts(
-            repeated=len(asked) - len(set(asked)),
+            # Those that weights repeat are no copies in the data.
+            repeated=len(np.unique(used)) - len(set(asked)),
             without_reference=sum(not columns[ANSWER] for _, columns in known),
             needs_reference=any(map(needs_reference, self.recipe.rewards.parts().values())),
             several_numbers=sum(not is_one_number(columns[ANSWER]) for _, columns in known)
@@ -128,6 +129,7 @@ class TokenTable:
         dropped = self.over_long[numbers] & (self.chunker.over_long == "drop")
         return Texts.of(
             pc.list_flatten(keys).to_numpy().reshape(len(used), self.recipe.answers),
+            used,
             equal=int(np.count_nonzero(self.answers["equal"][self.start[numbers]] & ~dropped)),
             cut=pc.sum(cut).as_py() or 0,
             scores=scores.to_numpy() if form_of(self.recipe.embedding) == "scored" else None,

@@ -154,7 +154,7 @@ def _prepare(
     except DataError as error:
         show(error.audit)
         raise
-    show(with_settings(prepared.audit, source.recipe))
+    show(with_settings(prepared.audit, source.recipe, prepared.statistics))
     return prepared
 
 

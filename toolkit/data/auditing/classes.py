@@ -161,17 +161,18 @@ def survey(rows: Iterable[str], is_train: NDArray[np.bool_], declared: Sequence[
     """
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     seen: dict[int, str] = {}
-    contradicted: Counter[int] = Counter()
+    alike: Counter[int] = Counter()
+    contradicted: set[int] = set()
     for text, train in zip(rows, is_train.tolist(), strict=True):
         row = from_json(text)
         labels = row.tags if isinstance(row, Tagged) else [row.label]  # type: ignore[union-attr]
         counts[train].update(filter(None, labels))
         content, label = xxhash.xxh3_64_intdigest(content_of(row).encode()), repr(labels)  # type: ignore[arg-type]
+        alike[content] += 1
         if seen.setdefault(content, label) != label:
-            contradicted[content] += 1
+            contradicted.add(content)
     found = set(counts[True])
     names = (*declared, *in_order(found - {*declared}))
     known = {*names}
     unknown = {name: count for name, count in counts[False].items() if name not in known}
-    # The first row of each text contradicts the others as they do it.
-    return Survey(names, unknown, sum(contradicted.values()) + len(contradicted))
+    return Survey(names, unknown, sum(alike[content] for content in contradicted))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from toolkit.common import count_text
 from toolkit.data.auditing.audit import Audit, Problem, Side
+from toolkit.data.statistics import DataStatistics
 from toolkit.recipe import Recipe
 from toolkit.recipe.heads import HEADED
 from toolkit.recipe.preference import PREFERENCES
@@ -169,13 +170,14 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
         yield Problem("fatal", ": ".join(["no usable held-out row", *strangers]), change)
 
 
-def check_batch(audit: Audit, global_batch_size: int) -> Audit:
-    """The audit with a warning if all training rows together are fewer than one global batch."""
-    rows = (audit.packing or audit.train).rows
-    if audit.scope or rows >= global_batch_size:
+def check_batch(audit: Audit, sequences: int, global_batch_size: int) -> Audit:
+    """The audit with a warning if all training sequences together are fewer than one global batch. Packed ones have
+    several rows each, and texts that are split several for one row."""
+    if sequences >= global_batch_size:
         return audit
-    unit, or_else = ("sequence", ", or set `data.packing: false`") if audit.packing else ("row", "")
-    few = count_text(rows, f"training {unit} does", f"training {unit}s do")
+    unit = "row" if sequences == audit.train.rows else "sequence"
+    or_else = ", or set `data.packing: false`" if audit.packing else ""
+    few = count_text(sequences, f"training {unit} does", f"training {unit}s do")
     what = f"{few} not fill one global batch of {global_batch_size:,}"
     problem = Problem("warning", what, f"lower `batch.global_batch_size`{or_else}")
     return audit.model_copy(update={"problems": [*audit.problems, problem]})
@@ -188,11 +190,12 @@ def check_weights(audit: Audit, desirable: float, undesirable: float) -> Audit:
     return audit.model_copy(update={"problems": [*audit.problems, *(Problem("warning", *each) for each in found)]})
 
 
-def with_settings(audit: Audit, recipe: Recipe) -> Audit:
-    """The audit with warnings of settings on which prepared data does not depend."""
+def with_settings(audit: Audit, recipe: Recipe, statistics: DataStatistics | None) -> Audit:
+    """The audit with warnings of settings on which prepared data does not depend; of a stream there are no
+    statistics."""
     preference = recipe.preference
     audit = check_weights(audit, preference.desirable_weight, preference.undesirable_weight)
-    return check_batch(audit, recipe.batch.sequences_per_step)
+    return check_batch(audit, statistics.rows, recipe.batch.sequences_per_step) if statistics else audit
 
 
 def _over_long(name: str, side: Side, kinds: list[str]) -> Iterator[Problem]:

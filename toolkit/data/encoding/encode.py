@@ -152,9 +152,9 @@ class Encoder:
                 encoded = self._labelled(row)
             case Tagged(words):
                 encoded = Encoded(*word_ids(self.tokenizer, words))
-        largest = max(max(encoded.input_ids, default=0), max(encoded.labels, default=0))
-        if self.vocab_size is not None and largest >= self.vocab_size:
-            raise no_embedding("The row", self.tokenizer, largest, self.vocab_size)
+        # Those of labelled rows and tagged words are no tokens.
+        labels = [] if isinstance(row, Labelled | Tagged) else encoded.labels
+        self._check_embedded("The row", encoded.input_ids, labels)
         return encoded
 
     def rendered(self, row: Row | Rendered) -> Row | Rendered:
@@ -265,6 +265,7 @@ class Encoder:
             return row.input_ids[: _last_answer(row.labels)]
         text = self.prompt_text(known)[0]
         ids = self.tokenizer(text, add_special_tokens=not isinstance(row, Chat | Segments))["input_ids"]
+        self._check_embedded("The prompt", ids)
         return ids if isinstance(row, Pair) else self._without_eos(ids)
 
     def _text(self, text: str) -> Encoded:
@@ -321,6 +322,11 @@ class Encoder:
 
     def _settings(self, row: Chat) -> dict[str, Any]:
         return self.template_kwargs | (row.template_kwargs or {})
+
+    def _check_embedded(self, holder: str, *sequences: list[int]) -> None:
+        largest = max(max(ids, default=0) for ids in sequences)
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise no_embedding(holder, self.tokenizer, largest, self.vocab_size)
 
     def _without_eos(self, ids: list[int]) -> list[int]:
         return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids

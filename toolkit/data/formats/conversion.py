@@ -25,7 +25,7 @@ from toolkit.data.formats.columns import (
 from toolkit.data.formats.content import Content
 from toolkit.data.formats.judged import judged
 from toolkit.data.formats.labelled import read_labelled, read_tagged
-from toolkit.data.formats.messages import FLAGS, dicts, holds_messages, read_messages, read_tools
+from toolkit.data.formats.messages import FLAGS, dicts, holds_messages, read_messages, read_settings, read_tools
 from toolkit.data.formats.preferences import read_preference
 from toolkit.data.formats.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.formats.proposal import are_texts
@@ -134,7 +134,7 @@ class RowFormat:
             return self._chat(row, required[0], raw, where)
         if self.name == "labelled":
             if "text_pair" not in {*self.columns, *raw}:
-                del row["text_pair"]
+                row.pop("text_pair", None)  # Or it is ignored.
             return read_labelled(row, where, self.classes, lambda value: self._labelled_chat(value, row, where))
         if self.name in ("related", "scored"):
             return read_related(row, where, self.task.embedding)
@@ -146,7 +146,7 @@ class RowFormat:
                 where,
                 self.task.has_chat_template,
                 self.asks,
-                lambda value, column: read_messages(value, column, where, self.ignored, self.flags),
+                lambda value, column: self._messages(value, column, where),
                 self._with_columns,
                 self._alpaca,
             )
@@ -195,10 +195,13 @@ class RowFormat:
         return self._with_columns([*messages, {"role": "user", "content": user}, answer], row, where)
 
     def _labelled_chat(self, value: Any, row: Mapping[str, Any], where: str) -> Chat:
-        return self._with_columns(read_messages(value, "messages", where, self.ignored, self.flags), row, where)
+        return self._with_columns(self._messages(value, "messages", where), row, where)
+
+    def _messages(self, value: Any, column: str, where: str) -> list[dict[str, Any]]:
+        return read_messages(value, column, where, self.ignored, self.flags, self.task.trained_roles)
 
     def _chat(self, row: Mapping[str, Any], column: str, raw: Mapping[str, Any], where: str) -> Chat:
-        messages = read_messages(row[column], column, where, self.ignored, self.flags)
+        messages = self._messages(row[column], column, where)
         if messages:
             self._refuse_answer_beside(messages[-1], raw, self.columns.get(column, column), where)
         return self._with_columns(messages, row, where)
@@ -220,11 +223,11 @@ class RowFormat:
             )
 
     def _conversational_completion(self, row: Mapping[str, Any], where: str) -> Chat:
-        messages = []
+        messages: list[dict[str, Any]] = []
         for column, role, trained in (("prompt", "user", self.task.trains_prompts), ("completion", "assistant", True)):
             value = row[column] if holds_messages(row[column]) else {"role": role, "content": row[column]}
-            turns = read_messages(value, column, where, self.ignored, self.flags)
-            messages += turns if trained else [turn | {"train": False} for turn in turns]
+            turns = self._messages(value, column, where)
+            messages += turns if trained else [{"train": False} | turn for turn in turns]
         return self._with_columns(messages, row, where)
 
     def _with_columns(self, messages: list[dict[str, Any]], row: Mapping[str, Any], where: str) -> Chat:
@@ -240,10 +243,8 @@ class RowFormat:
                     f"{where} has a `system` column and a system message", "keep one of the two, or rename the column"
                 )
             messages = [{"role": "system", "content": system}, *messages]
-        settings = parsed(row.get("chat_template_kwargs")) or None
-        if not isinstance(settings, dict | None):
-            raise UserError(f"{where}: `chat_template_kwargs` is no object", 'write {"enable_thinking": false}')
-        return Chat(messages, read_tools(row.get("tools") or row.get("functions"), where), settings)
+        tools = read_tools(row.get("tools") or row.get("functions"), where)
+        return Chat(messages, tools, read_settings(row.get("chat_template_kwargs"), where))
 
 
 def _rounds(history: Any, where: str) -> list[tuple[str, str]]:

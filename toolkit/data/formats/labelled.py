@@ -143,8 +143,8 @@ def read_labelled(row: Mapping[str, Any], where: str, classes: Sequence[str], ch
     label = class_name(row["label"], where, "label", classes)
     if row.get("messages") not in EMPTY:
         return Labelled(chat(row["messages"]), None, label)
-    texts = [_text(row, name, where) for name in ("text", "text_pair") if name in row]
-    return Labelled(Text(texts[0]), texts[1] if len(texts) > 1 else None, label)
+    text, second = (_text(row, name, where) if name in row else None for name in ("text", "text_pair"))
+    return Labelled(Text(text or ""), second, label)
 
 
 def read_tagged(row: Mapping[str, Any], where: str, classes: Sequence[str]) -> Tagged:

@@ -63,7 +63,12 @@ Message = dict[str, Any]
 
 
 def read_messages(
-    value: Any, column: str, where: str, ignored: Collection[str] = (), flags: Collection[str] = FLAGS
+    value: Any,
+    column: str,
+    where: str,
+    ignored: Collection[str] = (),
+    flags: Collection[str] = FLAGS,
+    trained: Collection[str] = ("assistant",),
 ) -> list[Message]:
     """A conversation, or one message of it; a JSON string of either, too.
 
@@ -73,6 +78,7 @@ def read_messages(
         where: Where its row stands.
         ignored: Fields of messages that are left out on purpose.
         flags: Fields that say whether a message is trained.
+        trained: Roles whose messages are where they do not say it.
 
     Raises:
         UserError: Something is no message, or would be lost; it names the message.
@@ -89,7 +95,7 @@ def read_messages(
     return [
         {"role": ROLES[message["role"]], "content": message["content"]}
         if _is_plain(message) and not reads_all
-        else _message(message, f"{where}: `{column}[{n}]`", ignored, flags)
+        else _message(message, f"{where}: `{column}[{n}]`", ignored, flags, trained)
         for n, message in enumerate(messages)
     ]
 
@@ -164,6 +170,18 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     return [_tool(tool) for tool in tools]
 
 
+def read_settings(value: Any, where: str) -> dict[str, Any] | None:
+    """What a row itself gives to the chat template, as `chat_template_kwargs`; None without any.
+
+    Raises:
+        UserError: It is no object.
+    """
+    settings = parsed(value) or None
+    if not isinstance(settings, dict | None):
+        raise UserError(f"{where}: `chat_template_kwargs` is no object", 'write {"enable_thinking": false}')
+    return settings
+
+
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if isinstance(tool.get("name"), str) and "function" not in tool:
         schema = {"input_schema": "parameters"} if "parameters" not in tool else {}  # Anthropic's name.
@@ -175,7 +193,9 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
-def _message(message: Any, where: str, ignored: Collection[str], flags: Collection[str]) -> Message:
+def _message(
+    message: Any, where: str, ignored: Collection[str], flags: Collection[str], trained: Collection[str]
+) -> Message:
     if not isinstance(message, dict):
         raise UserError(f"{where} is not an object", 'a message is {"role": "user", "content": …}')
     is_silent = not any(name in message for name in _SPOKEN)
@@ -196,7 +216,7 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
     given = [message.pop(name) for name in _SPOKEN if message.get(name)]
     if len(given) > 1:
         raise UserError(f"{where} has its text twice (content, value, text or refusal)", "keep one of them")
-    default = flag if flag is not None else ROLES[role] == "assistant"
+    default = flag if flag is not None else ROLES[role] in trained
     content = Content(default, where)
     content.add(given[0] if given else message.pop("content", ""))
     calls = message.pop("tool_calls", None)

@@ -20,12 +20,14 @@ from toolkit.data.formats.messages import (
     conversation_in,
     holds_messages,
     read_messages,
+    read_settings,
     read_tools,
 )
 from toolkit.data.formats.proposal import check_named
 from toolkit.data.reading.readers import RawRow
 from toolkit.data.rewards import ANSWER
 from toolkit.data.rows import Chat, Completion, Prompted
+from toolkit.recipe.data import OF_CHATS
 
 ASKED = ("prompt", "messages", "question", "problem", "query", "instruction")
 """Columns that hold a prompt."""
@@ -117,7 +119,7 @@ class PromptFormat:
                 )
 
     def _asked(self, value: Any, raw: Mapping[str, Any], where: str) -> Chat | Completion:
-        if holds_messages(value):
+        if is_chat := holds_messages(value):
             messages = read_messages(value, self.asked, where, self.ignored, FLAGS)
         elif not isinstance(value, str):
             raise UserError(
@@ -126,15 +128,21 @@ class PromptFormat:
             )
         elif self.asked.lower() == "instruction" and isinstance(more := raw.get("input"), str) and more.strip():
             return self._asked(f"{value}\n\n{more}", {**raw, "input": None}, where)
-        elif not self.has_chat_template:
-            return Completion(f"{self.system}\n\n{value}" if self.system else value, "")
         else:
             messages = [{"role": "user", "content": value}]
-        system = raw.get("system") if "system" not in self.ignored else None
-        if (system := system or self.system) and not (messages and messages[0]["role"] == "system"):
+        beside = {name: raw.get(name) for name in ("system", *OF_CHATS) if name not in self.ignored}
+        system = beside["system"] if beside.get("system") else self.system
+        if not (is_chat or self.has_chat_template):
+            if given := [name for name in OF_CHATS if parsed(beside.get(name)) not in EMPTY]:
+                raise UserError(
+                    f"{where} has {listed(given)}, which only chats have",
+                    f"set `model.chat_template`, or 'data.ignore=[{', '.join(given)}]' to ask without",
+                )
+            return Completion(f"{system}\n\n{value}" if system else value, "")
+        if system and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": str(system)}, *messages]
-        tools = None if "tools" in self.ignored else read_tools(raw.get("tools"), where)
-        return Chat(messages, tools)
+        tools = read_tools(beside.get("tools") or beside.get("functions"), where)
+        return Chat(messages, tools, read_settings(beside.get("chat_template_kwargs"), where))
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -122,11 +122,11 @@ def _refuse_classes(found: Columns, source: str) -> None:
 
 def _refuse_prompts(rows: Sequence[Mapping[str, Any]], column: str, source: str) -> None:
     """Refuses FlagEmbedding's instructions of rows: what stands before anchors is one text, which is saved."""
-    prompts = list(dict.fromkeys(row[column] for row in rows if column and row.get(column) not in EMPTY))
-    if not prompts:
+    prompt = next((row[column] for row in rows if column and row.get(column) not in EMPTY), None)
+    if prompt is None:
         return
     raise UserError(
-        f"data source `{source}` says in `{column}` what stands before its anchors, such as {prompts[0]!r}, and would "
+        f"data source `{source}` says in `{column}` what stands before its anchors, such as {prompt!r}, and would "
         "be learnt without it",
         f"set embedding.query_prompt to it and 'data.ignore=[{column}]'; a model has one such text, so write others "
         "into the anchors themselves",
@@ -236,8 +236,16 @@ class Texts(BaseModel):
     """The lowest, the mean, and the highest, of pairs with scores."""
 
     @classmethod
-    def of(cls, keys: NDArray[np.int64], equal: int, cut: int, scores: NDArray[np.float64] | None) -> Texts:
-        """Those of rows whose texts have these keys (rows, texts)."""
+    def of(
+        cls,
+        keys: NDArray[np.int64],
+        numbers: NDArray[np.int64],
+        equal: int,
+        cut: int,
+        scores: NDArray[np.float64] | None,
+    ) -> Texts:
+        """Those of rows with these numbers (rows,), which weights may repeat, whose texts have these keys
+        (rows, texts)."""
         if not len(keys):
             return cls(of_row=keys.shape[1], equal=equal, cut=cut)
         told = None if scores is None else (float(scores.min()), float(scores.mean()), float(scores.max()))
@@ -245,8 +253,8 @@ class Texts(BaseModel):
         return cls(
             of_row=keys.shape[1],
             equal=equal,
-            shared_positives=_repeated(keys[:, 1]),
-            shared_anchors=_repeated(keys[:, 0]),
+            shared_positives=_shared(keys[:, 1], numbers),
+            shared_anchors=_shared(keys[:, 0], numbers),
             own_negatives=int(own.sum()),
             cut=cut,
             scores=told,
@@ -300,7 +308,8 @@ class Texts(BaseModel):
             )
 
 
-def _repeated(keys: NDArray[np.int64]) -> int:
-    """How many are there more than once."""
-    _, counts = np.unique(keys, return_counts=True)
-    return int(counts[counts > 1].sum())
+def _shared(keys: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+    """How many are also those of other rows."""
+    _, first, row = np.unique(numbers, return_index=True, return_inverse=True)
+    _, key, counts = np.unique(keys[first], return_inverse=True, return_counts=True)
+    return int(np.count_nonzero(counts[key[row]] > 1))

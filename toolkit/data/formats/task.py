@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit.data.formats.messages import ROLES
 from toolkit.data.formats.prompts import is_empty_prompt
 from toolkit.data.formats.related import is_empty_related
 from toolkit.data.rows import (
@@ -53,6 +54,13 @@ class Task:
     def trains_prompts(self) -> bool:
         """Whether every token is trained, prompts included."""
         return self.objective == "language_modelling" or self.train_on == "all"
+
+    @property
+    def trained_roles(self) -> Collection[str]:
+        """Whose messages are trained where they do not say it themselves."""
+        if self.trains_prompts:
+            return {*ROLES.values()}
+        return ("assistant",) if isinstance(self.train_on, str) else self.train_on
 
     @property
     def pairs(self) -> bool:
@@ -140,5 +148,4 @@ def has_empty_turn(row: Row, task: Task) -> bool:
 
 def _trained(row: Chat, task: Task) -> list[dict[str, Any]]:
     """The messages of whose turns tokens are trained, unless only the last one is."""
-    roles = task.train_on if isinstance(task.train_on, list) else ["assistant"]
-    return [message for message in row.messages if message.get("train", message["role"] in roles)]
+    return [message for message in row.messages if message.get("train", message["role"] in task.trained_roles)]

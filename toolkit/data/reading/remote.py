@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import shutil
+import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -76,15 +76,23 @@ class RemoteFile:
         return f"{self.name}\n{self.version or self._content_hash()}\n"
 
     def _download(self, folder: Path) -> None:
-        with _reading(self.url) as remote, (folder / self._local_name).open("wb") as local:
-            shutil.copyfileobj(remote, local, 1 << 20)
+        with (folder / self._local_name).open("wb") as local:
+            self._read(local.write)
 
     def _content_hash(self) -> str:
         digest = xxhash.xxh3_128()
-        with _reading(self.url) as remote:
-            while block := remote.read(1 << 20):
-                digest.update(block)
+        self._read(digest.update)
         return digest.hexdigest()
+
+    def _read(self, take: Callable[[bytes], object]) -> None:
+        """Hands on all of its content; a connection that ends early looks like the end of a file."""
+        count = 0
+        with _reading(self.url) as (remote, size):
+            while block := remote.read(1 << 20):
+                take(block)
+                count += len(block)
+            if size is not None and count < size:
+                raise OSError(f"the connection ended after {count:,} of {size:,} bytes")
 
 
 def find(address: str) -> list[RemoteFile]:
@@ -101,7 +109,7 @@ def find(address: str) -> list[RemoteFile]:
             paths = system.find(root)
         else:
             paths = system.glob(root) if glob.has_magic(root) else [root]
-            root = root.partition("*")[0].rpartition("/")[0]
+            root = re.split(r"[*?[]", root, maxsplit=1)[0].rpartition("/")[0]
         files = [(path, system.info(path)) for path in sorted(paths)]
     found = []
     for path, info in files:
@@ -165,15 +173,18 @@ def _file_system(address: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def _reading(url: str) -> Iterator[IO[bytes]]:
+def _reading(url: str) -> Iterator[tuple[IO[bytes], int | None]]:
+    """An open file and its bytes, where the server says how many."""
     with _errors(url):
         if urlsplit(url).scheme in ("http", "https"):
             opened: Any = urllib.request.urlopen(_request(url, "GET"), timeout=_TIMEOUT_SECONDS)
+            size = getattr(opened, "length", None)
         else:
             system, path = _file_system(url)
             opened = system.open(path, "rb")
+            size = getattr(opened, "size", None)
         with opened as file:
-            yield file
+            yield file, size
 
 
 def _request(url: str, method: str) -> urllib.request.Request:

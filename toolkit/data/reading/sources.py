@@ -26,14 +26,10 @@ import xxhash
 from toolkit.common import UserError, first_line
 from toolkit.data.reading import hub, readers, remote
 from toolkit.data.reading.readers import RawRow
+from toolkit.data.reading.splits import is_of, is_part, split_of
+from toolkit.files import below
 from toolkit.recipe.data import Source
 
-SPLITS = {
-    "train": {"train", "training"},
-    "validation": {"validation", "valid", "val", "dev", "eval", "evaluation"},
-    "test": {"test", "testing"},
-}
-"""Split to its names in those of files and folders."""
 NOT_DATA = re.compile(
     r"(readme|licen[cs]e|changelog|citation|contributing).*|(dataset_infos?|dataset_dict|state)\.json"
     r"|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow",
@@ -116,6 +112,16 @@ def open_source(source: Source, streaming: bool = False) -> Reader:
     return _Local(source, streaming, files) if files else _Builtin(source)
 
 
+def open_sources(sources: list[Source], streaming: bool, max_samples: int | None = None) -> list[Reader]:
+    """Locates all sources; `max_samples` limits every one that is streamed, so that no more is read than is used."""
+    if streaming and max_samples is not None:
+        sources = [
+            source.model_copy(update={"max_samples": min(source.max_samples or max_samples, max_samples)})
+            for source in sources
+        ]
+    return [open_source(source, streaming) for source in sources]
+
+
 class _Local(Reader):
     def __init__(self, source: Source, streaming: bool, paths: list[Path]) -> None:
         super().__init__(source, streaming)
@@ -157,6 +163,9 @@ class _Remote(Reader):
         is_one = len(files) == 1 and readers.kind(Path(source.path.partition("?")[0])) is not None
         chosen = _one_file(source, *files) if is_one else _of_many(source, list(files), Path())
         self.files = [files[path] for path in chosen]
+
+    def class_names(self, column: str) -> list[str]:
+        return readers.class_names(self.files[0].fetch(), column)  # Rows are read from this copy first.
 
     def fingerprint(self) -> str:
         return xxhash.xxh3_128_hexdigest("".join(file.fingerprint() for file in self.files).encode())
@@ -252,10 +261,10 @@ def _local_files(source: Source) -> list[Path] | None:
     if path.is_file():
         return _one_file(source, path)
     if path.is_dir():
-        candidates, root = [*_below(path)], path
+        candidates, root = [*below(path)], path
     elif glob.has_magic(source.path):
         candidates = [Path(p) for p in glob.glob(str(path), recursive=True)]
-        root = Path(re.split(r"[*?[]", str(path), maxsplit=1)[0]).parent
+        root = Path(os.path.dirname(re.split(r"[*?[]", str(path), maxsplit=1)[0]))
     elif _names_hub_data(source, path):
         return None
     else:
@@ -264,22 +273,6 @@ def _local_files(source: Source) -> list[Path] | None:
     if broken is not None:
         raise _missing(source, broken)
     return _of_many(source, [p for p in candidates if p.is_file()], root)
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    """Everything in a folder and below that is no folder and not hidden. Links to folders are followed, each once."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    seen = set[str]()
-    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        if (real := os.path.realpath(place)) in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in names if not name.startswith("."))
 
 
 def _may_be_data(path: Path) -> bool:
@@ -293,7 +286,7 @@ def _leads_nowhere(path: Path) -> bool:
 def _one_file(source: Source, path: Path) -> list[Path]:
     if readers.kind(path) is None:
         raise UserError(f"`{path}` has an unknown extension `{path.suffix}`", readers.change_of([path.name]))
-    if source.split not in ("train", split_of(path.name)):
+    if source.split != "train" and not is_of(path.name, source.split):
         raise UserError(
             f"data source `{source.path}` is one file and has no split `{source.split}`",
             "hold a fraction out with `data.eval_split: 0.05`, or name a file in `data.eval_sources`",
@@ -348,7 +341,10 @@ def _of_split(source: Source, files: list[Path], root: Path) -> list[Path]:
     splits: dict[str, list[Path]] = {}
     for path in files:
         splits.setdefault(split_of(str(path.relative_to(root))) or "train", []).append(path)
-    split = split_of(source.split) or source.split
+    part = is_part(source.split)
+    if part and (chosen := [path for path in files if is_of(str(path.relative_to(root)), source.split)]):
+        return chosen
+    split = source.split if part else split_of(source.split) or source.split
     if split == "train" and len(splits) == 1:
         return next(iter(splits.values()))
     if split not in splits:
@@ -359,12 +355,6 @@ def _of_split(source: Source, files: list[Path], root: Path) -> list[Path]:
             "or hold a fraction out with `data.eval_split: 0.05`",
         )
     return splits[split]
-
-
-def split_of(name: str) -> str | None:
-    """The split that a file name, folder name or split name means, or None."""
-    parts = set(re.split(r"[^a-z]+", name.lower()))
-    return next((split for split, aliases in SPLITS.items() if aliases & parts), None)
 
 
 def _names_hub_data(source: Source, path: Path) -> bool:

@@ -16,7 +16,7 @@ import torch
 from toolkit.common import UserError
 from toolkit.data.prepare import prepare
 from toolkit.data.rows import Sample
-from toolkit.data.thoughts import spoken, text_of
+from toolkit.data.thoughts import begun, spoken, text_of
 from toolkit.distributed.engines import dtypes
 from toolkit.models.load import ModelSource
 from toolkit.recipe.load import load_resolved
@@ -74,8 +74,13 @@ def evaluate_held_out(
                 answers[at] = text_of(tokenizer, ids).strip()
         return answers, cut
 
+    marks = [begun(text_of(tokenizer, sample.input_ids)) for sample in samples]
+
+    def whole(answers: list[str]) -> list[str]:
+        return [mark + each for mark, each in zip(marks, answers, strict=True)]
+
     first, (last, cut) = before_and_after(run, ask, before)
-    found = [(name, *scored(name, first[0] if first else None, last, references)) for name in chosen]
+    found = [(name, *scored(name, whole(first[0]) if first else None, whole(last), references)) for name in chosen]
     lines = []
     for at, sample in enumerate(samples):
         figures = {name: each[at] for name, _, each in found if each}
