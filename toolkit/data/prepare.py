@@ -53,7 +53,7 @@ from toolkit.recipe.places import as_written
 from toolkit.recipe.prefixes import may_begin_alike
 from toolkit.seal import build_sealed
 
-CODE_VERSION = 11
+CODE_VERSION = 12
 """Raise when the same data and settings would give other tokens than before."""
 MIN_SAMPLES = 8
 
