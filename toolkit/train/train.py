@@ -214,12 +214,14 @@ def interrupted(session: Session, callbacks: Callbacks, saved: str = "a checkpoi
     callbacks.stop.restore()
     if not session.leads:
         return
-    step = session.trainer.state.global_step
-    session.folder.end("interrupted")
-    write_report(session.folder.path)
+    step, folder = session.trainer.state.global_step, session.folder
+    folder.end("interrupted")
+    write_report(folder.path)
+    again = "" if session.recipe.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
+    again += "" if folder.path == session.loaded.run_folder else f" output.name={folder.path.name}"
     session.progress.message(
-        f"Stopped at step {step} of {session.length.total_steps}; {saved} is saved in {session.folder.path}.\n"
-        "The same command continues from there."
+        f"Stopped at step {step} of {session.length.total_steps}; {saved} is saved in {folder.path}.\n"
+        f"The same command{again} continues from there."
     )
 
 
