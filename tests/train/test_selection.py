@@ -295,6 +295,24 @@ def test_another_runs_models_count_where_a_run_goes_on_from_it(ranks: Ranks, hom
     assert published(folder)["step"] == 6
 
 
+def test_evaluations_on_other_held_out_rows_do_not_count(ranks: Ranks, home: Path) -> None:
+    """Neither for the best model nor for stopping early, which would have been right away; also after a restart."""
+    straight = run(ranks, home, "single-full-best", BEST)
+    begun = straight / "checkpoints" / "checkpoint-4"
+    stops = "schedule.early_stopping_patience=2"
+    same = run(ranks, home, "same-rows", BEST, f"checkpoint.resume={begun}", stops)
+    assert published(same)["step"] == 2 and not (same / "metrics.jsonl").exists(), "on the same rows they count"
+    settings = [BEST, stops, "data.eval_seed=1"]
+    other = run(ranks, home, "other-rows", *settings, f"checkpoint.resume={begun}")
+    said = " ".join((other / "said.txt").read_text(encoding="utf-8").split())
+    assert "the evaluations up to step 4 are of other held-out rows" in said
+    assert published(other)["step"] in (5, 6) and "best of 2 evaluations" in published(other)["what"]
+    assert len(losses(other)) == 2 and not (other / "snapshots" / "step-2").exists()
+    shutil.rmtree(other / "final")
+    again = run(ranks, home, "other-rows", *settings)
+    assert published(again) == published(other) and "other held-out rows" not in (again / "said.txt").read_text()
+
+
 def test_a_published_model_that_was_deleted_is_published_again(ranks: Ranks, home: Path) -> None:
     straight = run(ranks, home, "single-full-best", BEST)
     folder = home / "runs" / "deleted"

@@ -110,11 +110,12 @@ class Selection(TrainerCallback):
         self._tried_from = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session.leads:
+        values = evaluations_by(state, self._metric) if self._metric else {}
+        if self._session.leads and (values or self._average):
             self._take_along(state.global_step)
         box: list[Any] = [self._found(state.global_step) if self._session.leads else None]
         broadcast_object_list(box)
-        values = evaluations_by(state, self._metric) if self._metric else dict.fromkeys(box[0], 0.0)
+        values = values if self._metric else dict.fromkeys(box[0], 0.0)
         self._kept = {step: values[step] for step in box[0] if step in values}
         published = self._session.folder.is_trained  # Then nothing is chosen any more.
         if not published and max(values.values(), default=-math.inf) > max(self._kept.values(), default=-math.inf):
