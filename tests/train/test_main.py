@@ -345,6 +345,35 @@ def assert_continues(place: Path, run: Path) -> None:
     assert [row["step"] for row in metrics(place / "runs" / "other") if "loss" in row] == [step + 1, step + 2]
 
 
+APART = """
+import os
+import cpu_engines
+
+def main(arguments):
+    if os.environ["RANK"] == "1":
+        os.chdir("elsewhere")
+    return cpu_engines.main(arguments)
+"""
+
+
+def test_nodes_that_do_not_share_the_run_folder_stop_without_saving(place: Path, ranks: Ranks) -> None:
+    """Each would keep its part of the checkpoint, and what the first one has would count as whole."""
+    (place / "apart.py").write_text(APART)
+    (place / "elsewhere" / "runs").mkdir(parents=True)
+    for name in ("recipes", "chat.jsonl"):
+        (place / "elsewhere" / name).symlink_to(place / name)
+    unsaved = ("checkpoint.save_epochs=null", "strategy.name=zero2")
+    run = place / "runs" / "small"
+    launch = ranks.start(place, *ENDLESS, *unsaved, processes=2, nodes=2, entry="apart")
+    wait_for(lambda: steps_done(run) >= 1, launch.running)
+    launch.send(signal.SIGTERM)
+    done = launch.wait(120)
+    assert done.codes == [0, 0] and status(run) == "interrupted", done.stderr[-3000:]
+    assert "no checkpoint is saved, because not all nodes see runs/small" in done.stdout
+    assert "saving a checkpoint" not in done.stdout and "continues from there" not in done.stdout
+    assert not [*place.rglob("checkpoint-*")] and not [*place.rglob("*optim_states.pt")]
+
+
 @pytest.mark.parametrize("named", [False, True], ids=["anew", "from a named checkpoint"])
 def test_what_a_stopped_run_says_continues_it(named: bool, place: Path, ranks: Ranks) -> None:
     """Also where the same command would begin anew, or at a checkpoint that the run has left behind."""

@@ -63,6 +63,7 @@ class RunFolder:
             is missing.
         passed_over: Later checkpoints, and a manifest, from which it does not continue, and why.
         accepted: Whether nothing of an earlier start is there, or this one has been accepted (by `describe`).
+        shared: Whether all processes see it (by `preflight.check`).
     """
 
     path: Path
@@ -70,6 +71,7 @@ class RunFolder:
     resume_from: Path | None = None
     passed_over: Mapping[Path, str] = field(default_factory=dict)
     accepted: bool = True
+    shared: bool = True
 
     def __post_init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []

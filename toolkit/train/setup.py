@@ -300,7 +300,7 @@ class Callbacks:
         experts = ExpertLoad(session)
         self.meter = Meter(session, experts.row) if session.leads else None
         self.evaluator = Evaluator(session, self.meter) if session.prepared.eval is not None else None
-        self.stop = CleanStop(session.trainer.accelerator, session.progress.message)
+        self.stop = CleanStop(session.trainer.accelerator, session.progress.message, session.folder.shared)
         start_up = session.start_up
         if session.leads:
             start_up.report = lambda seconds: session.folder.update_manifest(start_up=seconds)
