@@ -150,6 +150,15 @@ def test_training_stops_when_nothing_improves_any_more(ranks: Ranks, home: Path)
     assert len(losses(demanding)) == 3 and published(demanding)["step"] == 2
 
 
+def test_where_it_stops_early_the_last_model_is_part_of_the_mean(ranks: Ranks, home: Path) -> None:
+    """Also between two checkpoints."""
+    stopped = run(ranks, home, "stopped-mean", PATIENCE, "schedule.early_stopping_min_delta=0.5", MEAN)
+    parts = [final(run(ranks, home, f"mean-{end}", f"schedule.max_steps={end}")) for end in (2, 3)]
+    assert published(stopped) == {"step": 3, "what": "the mean of the models after steps 2, 3"}
+    for name, found in final(stopped).items():
+        assert torch.equal(found, (parts[0][name] + parts[1][name]) / 2)
+
+
 @pytest.mark.parametrize(("values", "stops"), [([2, nan, nan], 3), ([nan, nan], 2), ([nan, 2, nan, 1, 1], None)])
 def test_an_evaluation_without_a_number_is_none_that_improved(values: list[float], stops: int | None) -> None:
     patient = {"schedule": {"early_stopping_patience": 2}, "model": {"path": "a/b"}, "data": {"sources": ["c"]}}

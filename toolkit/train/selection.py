@@ -129,8 +129,7 @@ class Selection(TrainerCallback):
                 )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        every = self._session.length.save_steps or state.max_steps
-        if self._average and (state.global_step % every == 0 or state.global_step == state.max_steps):
+        if self._average and self._saves(state):
             started = time.monotonic()
             self._keep(state.global_step, 0.0)
             self._pause(time.monotonic() - started)
@@ -142,11 +141,16 @@ class Selection(TrainerCallback):
             if value > max(self._kept.values(), default=-math.inf):
                 self._keep(state.global_step, value)
 
+    def _saves(self, state: Any) -> bool:
+        every = self._session.length.save_steps or state.max_steps
+        return bool(state.global_step % every == 0 or state.global_step == state.max_steps)
+
     def choose(self) -> Chosen | None:
         """The model to publish; None if it is the last one. Every process must call this, when training is over."""
-        self._over = True
+        state, self._over = self._trainer.state, True
+        if self._average and not self._saves(state):  # It stopped early.
+            self._keep(state.global_step, 0.0)
         self._settle()
-        state = self._trainer.state
         box: list[Any] = [self._whole(state.global_step) if self._session.leads else None]
         broadcast_object_list(box)
         if not (steps := box[0]):
