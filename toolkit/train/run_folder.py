@@ -136,6 +136,9 @@ class RunFolder:
                     )
         if before.started:
             values["continued"] = now()
+        skipped = before.skipped_steps
+        if skipped and self.resume_from and not self.is_trained:  # Others are taken again.
+            skipped = [step for step in skipped if step <= checkpoint.step_of(self.resume_from)]
         checkpoint.keep_unread(self.passed_over)
         self.accepted = True
         if (self.path / MANIFEST) in self.passed_over:
@@ -163,6 +166,7 @@ class RunFolder:
             hashes={"recipe": recipe_hash(loaded.recipe), **hashes},
             batch=layout,
             resumed_from=str(self.resume_from) if self.resume_from else None,
+            skipped_steps=skipped,
             **values,
         )
         (self.path / RESERVED).write_bytes(bytes(2**16))
