@@ -9,6 +9,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from toolkit.models.attention import varlen
 from toolkit.report.load import read_run
 from toolkit.train.finished.chat import chat
 from toolkit.train.finished.export import answer_prompts, load_trained, opened
-from toolkit.train.finished.merge import merge
+from toolkit.train.finished.merge import _Probe, merge
 from toolkit.train.main import main
 from toolkit.train.trainers import heads
 from toolkit.train.trainers.heads import check_padding
@@ -197,6 +198,13 @@ def test_a_trained_adapter_with_its_head_merges_into_an_equal_model() -> None:
     batch = tokenizer(["seven is a text", "red"], return_tensors="pt", padding=True)
     with torch.no_grad():
         assert torch.allclose(model(**batch).logits, adapted(**batch).logits, atol=1e-4)
+
+
+def test_a_merge_is_proved_by_all_classes_of_a_short_text() -> None:
+    training = set_up(*CLASSES, "model.attention=sdpa", "output.name=short")
+    blockwise: Any = SimpleNamespace(model=training.trainer.model.eval(), place=torch.device("cpu"))
+    compared = _Probe([{"input_ids": [5, 6]}, {"input_ids": [7]}], 0).logits(blockwise)
+    assert [tuple(each.shape) for each in compared] == [(3,), (3,)]
 
 
 @pytest.mark.parametrize(
