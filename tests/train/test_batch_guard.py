@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -163,6 +164,18 @@ def test_interrupted_run_skips_the_same(reference: dict[str, Path], capsys: pyte
         run = Path(f"runs/from-{step}")
         assert difference(run, reference["alike"]) == 0 and RunFolder(run).manifest().skipped_steps == [5]
         assert losses(run) == losses(Path("runs/straight"))[step:]
+
+
+def test_a_step_that_is_taken_again_is_not_listed_as_skipped_before() -> None:
+    """The run goes on from before its spike, and skips none any more."""
+    saved = [*SPIKE, "checkpoint.save_steps=4", "output.name=again"]
+    assert main(settings("spiky", 7, *saved)) == 0
+    run = Path("runs/again")
+    assert RunFolder(run).manifest().skipped_steps == [5]
+    for gone in ("final", "checkpoints/checkpoint-7"):
+        shutil.rmtree(run / gone)
+    assert main(settings("spiky", 7, *saved, "faults.on_spike=ignore")) == 0
+    assert RunFolder(run).manifest().skipped_steps == [] and len(losses(run)) == 7
 
 
 @pytest.mark.parametrize(

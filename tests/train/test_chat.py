@@ -125,6 +125,19 @@ def test_what_cannot_be_answered_ends_a_script_with_one_error(
     assert "--top-p has no effect without --temperature" in capsys.readouterr().err
 
 
+def test_an_encoder_decoder_says_how_long_an_answer_can_be_however_long_the_question(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("writes", *SEQ2SEQ)
+    most = load_trained(run)[1].config.max_position_embeddings - 1  # Behind the token that an answer begins with.
+    for prompt in ("Hello\n", "Hello, hello, hello\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
+        assert cli(["chat", str(run), "--max-new-tokens", "1000000"]) == 1
+        assert f"an answer of 1,000,000 tokens is longer than the {most:,} that the model writes" in " ".join(
+            capsys.readouterr().err.split()
+        )
+
+
 def read_until(terminal: int, text: str, seconds: float = 240) -> str:
     """What a terminal shows until a text has come."""
     shown, until = "", time.monotonic() + seconds

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.seal import read_seal, seal
 from toolkit.train.checkpoints import saved_state
+from toolkit.train.checkpoints.elastic import drawn_from
 from toolkit.train.checkpoints.saved_state import equal_parts
 
 RECIPE = """
@@ -326,3 +327,11 @@ def test_of_divided_layers_one_chunk_is_in_memory_at_a_time() -> None:
         found[start : start + count] = numbers()
     assert torch.equal(found.view(6, 8), whole) and len(read) == 2, "each is read once"
     assert read[0]() is None
+
+
+def test_random_numbers_go_on_from_the_gpu_that_the_process_which_saved_them_computed_on() -> None:
+    """Not from the one whose number this process has: nothing was drawn there."""
+    devices = [torch.tensor([number]) for number in range(4)]
+    assert [drawn_from(devices, saver).item() for saver in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]  # On two nodes.
+    assert drawn_from(devices[:1], 3).item() == 0  # Each process sees its own.
+    assert drawn_from(devices[2], 5).item() == 2  # One process saves that of its own alone.

@@ -9,6 +9,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from toolkit.models.attention import varlen
 from toolkit.report.load import read_run
 from toolkit.train.finished.chat import chat
 from toolkit.train.finished.export import answer_prompts, load_trained, opened
-from toolkit.train.finished.merge import merge
+from toolkit.train.finished.merge import _Probe, merge
 from toolkit.train.main import main
 from toolkit.train.trainers import heads
 from toolkit.train.trainers.heads import check_padding
@@ -199,6 +200,13 @@ def test_a_trained_adapter_with_its_head_merges_into_an_equal_model() -> None:
         assert torch.allclose(model(**batch).logits, adapted(**batch).logits, atol=1e-4)
 
 
+def test_a_merge_is_proved_by_all_classes_of_a_short_text() -> None:
+    training = set_up(*CLASSES, "model.attention=sdpa", "output.name=short")
+    blockwise: Any = SimpleNamespace(model=training.trainer.model.eval(), place=torch.device("cpu"))
+    compared = _Probe([{"input_ids": [5, 6]}, {"input_ids": [7]}], 0).logits(blockwise)
+    assert [tuple(each.shape) for each in compared] == [(3,), (3,)]
+
+
 @pytest.mark.parametrize(
     "cuts",
     [
@@ -278,6 +286,15 @@ def test_of_many_classes_all_is_said_but_what_they_were_taken_for(
         assert ("eval_confusion" in one) == ("eval_loss" in one) and "eval_confusion" not in other
         said = [key for key in one if key.startswith(("accuracy", "eval_")) and key != "eval_confusion"]
         assert said and {key: one[key] for key in said} == {key: other[key] for key in said}
+
+
+def test_what_classes_were_taken_for_is_counted_of_held_out_rows_alone() -> None:
+    """It is told nowhere else, and of 128 classes there are 16,384 numbers in each step's metrics."""
+    training = set_up(*CLASSES, "model.path=bert", "output.name=counted")
+    trainer, size = training.trainer, len(training.prepared.classes)
+    batch = trainer.data_collator([training.prepared.train[row] for row in range(4)])
+    numbers = [len(trainer.measure(trainer.model.train(on), batch).sums) for on in (True, False)]
+    assert numbers == [2 + 3 * size, 2 + 3 * size + size**2]
 
 
 @pytest.mark.parametrize("method", [["method=full"], LORA], ids=["full", "lora"])

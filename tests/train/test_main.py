@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pty
+import re
 import resource
 import select
 import shutil
@@ -27,11 +28,12 @@ from ranks import Launch, Ranks
 from tiny import chat_rows, tiny_model
 
 from toolkit.common import UserError
+from toolkit.recipe.rules import load_checked
 from toolkit.train import main as main_module
 from toolkit.train import process as process_module
 from toolkit.train.callbacks import CleanStop, Evaluator
 from toolkit.train.main import main
-from toolkit.train.run_folder import hash_files
+from toolkit.train.run_folder import claim, hash_files
 
 RECIPE = """
 description: A small LoRA
@@ -341,6 +343,52 @@ def assert_continues(place: Path, run: Path) -> None:
     resumed = [*ENDLESS, f"schedule.max_steps={step + 2}", "output.name=other", f"checkpoint.resume={checkpoint}"]
     assert main(resumed) == 0
     assert [row["step"] for row in metrics(place / "runs" / "other") if "loss" in row] == [step + 1, step + 2]
+
+
+APART = """
+import os
+import cpu_engines
+
+def main(arguments):
+    if os.environ["RANK"] == "1":
+        os.chdir("elsewhere")
+    return cpu_engines.main(arguments)
+"""
+
+
+def test_nodes_that_do_not_share_the_run_folder_stop_without_saving(place: Path, ranks: Ranks) -> None:
+    """Each would keep its part of the checkpoint, and what the first one has would count as whole."""
+    (place / "apart.py").write_text(APART)
+    (place / "elsewhere" / "runs").mkdir(parents=True)
+    for name in ("recipes", "chat.jsonl"):
+        (place / "elsewhere" / name).symlink_to(place / name)
+    unsaved = ("checkpoint.save_epochs=null", "strategy.name=zero2")
+    run = place / "runs" / "small"
+    launch = ranks.start(place, *ENDLESS, *unsaved, processes=2, nodes=2, entry="apart")
+    wait_for(lambda: steps_done(run) >= 1, launch.running)
+    launch.send(signal.SIGTERM)
+    done = launch.wait(120)
+    assert done.codes == [0, 0] and status(run) == "interrupted", done.stderr[-3000:]
+    assert "no checkpoint is saved, because not all nodes see runs/small" in done.stdout
+    assert "saving a checkpoint" not in done.stdout and "continues from there" not in done.stdout
+    assert not [*place.rglob("checkpoint-*")] and not [*place.rglob("*optim_states.pt")]
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["anew", "from a named checkpoint"])
+def test_what_a_stopped_run_says_continues_it(named: bool, place: Path, ranks: Ranks) -> None:
+    """Also where the same command would begin anew, or at a checkpoint that the run has left behind."""
+    assert main(["recipe=small", "max_steps=1"]) == 0
+    begins = f"{place}/runs/small/checkpoints/checkpoint-1" if named else "never"
+    name = ["output.name=other"] if named else []
+    run = place / "runs" / ("other" if named else "small-2")
+    stopped = ranks.start(place, *ENDLESS, f"checkpoint.resume={begins}", *name)
+    wait_for(lambda: steps_done(run) >= 2, stopped.running)
+    stopped.send(signal.SIGTERM)
+    said = re.search("The same command with (.*) continues from there", stopped.wait().stdout)
+    assert said and status(run) == "interrupted"
+    folder = claim(load_checked("small", [*ENDLESS[1:], *name, *said[1].split()]), 1)
+    step = metrics(run)[-1]["step"]
+    assert folder.resume_from and folder.resume_from.resolve() == run / "checkpoints" / f"checkpoint-{step}"
 
 
 def typed_ctrl_c(place: Path, command: list[str], condition: Callable[[], bool]) -> tuple[int, str]:

@@ -221,6 +221,18 @@ def test_a_longer_run_goes_on_from_a_shorter_one_only_with_a_reference_of_all_it
     assert losses(Path("runs/again"))[:4] == pytest.approx(losses(Path("runs/all"))[2:], rel=1e-6)
 
 
+def test_a_checkpoint_of_other_pairs_has_no_reference_of_these(capsys: pytest.CaptureFixture[str]) -> None:
+    """The file that is named is there, and whole."""
+    saving = ["recipe=small", "checkpoint.save_steps=2", "max_steps=4"]
+    assert main([*saving, "output.name=these"]) == 0
+    goes_on = [*saving, "output.name=those", "checkpoint.resume=runs/these/checkpoints/checkpoint-2"]
+    write_jsonl(Path("those.jsonl"), ROWS[2:])
+    assert main([*goes_on, "data.sources=[those.jsonl]"]) != 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "error: runs/these/reference.safetensors is the reference of other rows" in said
+    assert "begin a new one from its final model" in said and "restore it" not in said
+
+
 def test_an_adapter_of_preferences_answers_and_is_merged(capsys: pytest.CaptureFixture[str]) -> None:
     lora = ["method.name=lora", "optimizer.learning_rate=5e-3", "output.name=adapter"]
     assert main(["recipe=small", *lora, "evaluation.num_prompts=1", "evaluation.max_new_tokens=4"]) == 0

@@ -29,6 +29,7 @@ from toolkit.recipe import Recipe
 from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.rules import load_checked
 from toolkit.train import preflight
+from toolkit.train.run_folder import RunFolder
 
 Body = Callable[[Rendezvous, int], Any]
 TIMEOUT, PATIENT = 2.0, 30.0
@@ -114,7 +115,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rec
 
 def test_one_process_needs_nobody(recipe: Callable[..., Recipe]) -> None:
     with connect(World()) as rendezvous:
-        assert preflight.check(rendezvous, recipe(), FOLDER) == []
+        assert preflight.check(rendezvous, recipe(), RunFolder(FOLDER)) == []
         preflight.agree(rendezvous, ModelSource.open(recipe()), "data")
         preflight.all_reduce(rendezvous, torch.device("cpu"))
 
@@ -123,7 +124,7 @@ def test_equal_processes_pass_and_exchange_data(
     ranks: Callable[..., dict[int, Outcome]], recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     def body(rendezvous: Rendezvous, rank: int) -> list[str]:
-        warnings = preflight.check(rendezvous, recipe(), FOLDER)
+        warnings = preflight.check(rendezvous, recipe(), RunFolder(FOLDER))
         preflight.agree(rendezvous, ModelSource.open(recipe()), "data")
         torch.distributed.init_process_group("gloo")
         preflight.all_reduce(rendezvous, torch.device("cpu"))
@@ -149,7 +150,7 @@ def test_differences_are_named_by_rank_and_host_on_every_process(
     def body(rendezvous: Rendezvous, rank: int) -> None:
         if rank == 3:
             sys.path.insert(0, str(other.parent))
-        preflight.check(rendezvous, recipe(f"optimizer.learning_rate={0.02 if rank == 1 else 0.01}"), FOLDER)
+        preflight.check(rendezvous, recipe(f"optimizer.learning_rate={0.02 if rank == 1 else 0.01}"), RunFolder(FOLDER))
 
     errors = {each.error for each in ranks(body, processes=4, per_node=2).values()}
     assert len(errors) == 1
@@ -223,7 +224,10 @@ def test_checkpoints_need_a_run_folder_that_every_node_sees(
     def body(rendezvous: Rendezvous, rank: int) -> list[str]:
         if rank == 1:
             os.chdir(elsewhere)
-        return preflight.check(rendezvous, wanted, FOLDER)
+        folder = RunFolder(FOLDER)
+        warnings = preflight.check(rendezvous, wanted, folder)
+        assert not folder.shared
+        return warnings
 
     for outcome in ranks(body, per_node=1).values():
         assert ("does not see the run folder of rank 0" in outcome.error) is saves
@@ -236,7 +240,7 @@ def test_a_cache_that_cannot_be_written_names_the_node(
     def body(rendezvous: Rendezvous, rank: int) -> None:
         if rank == 1:
             os.environ["TOOLKIT_CACHE"] = str(tmp_path / "chat.jsonl" / "cache")
-        preflight.check(rendezvous, recipe(), FOLDER)
+        preflight.check(rendezvous, recipe(), RunFolder(FOLDER))
 
     for outcome in ranks(body, per_node=1).values():
         assert f"cannot write to {tmp_path}/chat.jsonl/cache: Not a directory" in outcome.error
@@ -250,7 +254,7 @@ def test_a_clock_that_is_off_is_a_warning(
         if rank == 1:
             right = time.time
             time.time = lambda: right() + 90
-        return preflight.check(rendezvous, recipe(), FOLDER)
+        return preflight.check(rendezvous, recipe(), RunFolder(FOLDER))
 
     for outcome in ranks(body).values():
         assert outcome.result == ["the clock of rank 1 is 90 s off"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,28 @@ def test_a_model_that_transformers_cannot_write_with_is_trained_without_answers(
     assert not Path("runs/small/samples.json").exists()
     assert cli(["generate", "runs/small", "--prompt", "What is a list?"]) == 1
     assert "error: Transformers cannot write with this bamba" in capsys.readouterr().err
+
+
+def test_who_goes_on_asks_no_trained_model_for_answers_before_training(place: Path) -> None:
+    """Those that were given then stay. A prompt that comes later, and a run that begins elsewhere, have none."""
+    asked = "evaluation.prompts=['What is a list?']"
+    (first,) = samples(asked, "evaluation.num_prompts=1")
+    run = place / "runs" / "small"
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoints" / "checkpoint-2")
+    more = ["evaluation.prompts=['What is a dict?','What is a list?']", "evaluation.num_prompts=2"]
+    later, same = samples(*more)
+    assert (same["prompt"], same["before"]) == (first["prompt"], first["before"])
+    assert later["prompt"] == "What is a dict?" and later["before"] is None and isinstance(later["after"], str)
+
+    # The model is there, and what follows its saving is missing.
+    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    (run / "manifest.json").write_text(json.dumps(manifest | {"status": "interrupted"}), encoding="utf-8")
+    (run / "samples.json").unlink()
+    (completed,) = samples(asked, "evaluation.num_prompts=1")
+    assert completed["before"] is None and completed["after"] == same["after"]
+
+    elsewhere = [f"checkpoint.resume={run}/checkpoints/checkpoint-1", "output.name=elsewhere"]
+    assert main(["recipe=small", asked, "evaluation.num_prompts=1", *elsewhere]) == 0
+    (other,) = json.loads(Path("runs/elsewhere/samples.json").read_text(encoding="utf-8"))
+    assert other["before"] is None and other["after"] == same["after"]

@@ -150,6 +150,15 @@ def test_training_stops_when_nothing_improves_any_more(ranks: Ranks, home: Path)
     assert len(losses(demanding)) == 3 and published(demanding)["step"] == 2
 
 
+def test_where_it_stops_early_the_last_model_is_part_of_the_mean(ranks: Ranks, home: Path) -> None:
+    """Also between two checkpoints."""
+    stopped = run(ranks, home, "stopped-mean", PATIENCE, "schedule.early_stopping_min_delta=0.5", MEAN)
+    parts = [final(run(ranks, home, f"mean-{end}", f"schedule.max_steps={end}")) for end in (2, 3)]
+    assert published(stopped) == {"step": 3, "what": "the mean of the models after steps 2, 3"}
+    for name, found in final(stopped).items():
+        assert torch.equal(found, (parts[0][name] + parts[1][name]) / 2)
+
+
 @pytest.mark.parametrize(("values", "stops"), [([2, nan, nan], 3), ([nan, nan], 2), ([nan, 2, nan, 1, 1], None)])
 def test_an_evaluation_without_a_number_is_none_that_improved(values: list[float], stops: int | None) -> None:
     patient = {"schedule": {"early_stopping_patience": 2}, "model": {"path": "a/b"}, "data": {"sources": ["c"]}}
@@ -293,6 +302,24 @@ def test_another_runs_models_count_where_a_run_goes_on_from_it(ranks: Ranks, hom
     assert ("the model of step 2, the best so far by eval_loss, was not kept" in said) == (choice == "best")
     assert ("best of 2 evaluations" in published(folder)["what"]) == (choice == "best")
     assert published(folder)["step"] == 6
+
+
+def test_evaluations_on_other_held_out_rows_do_not_count(ranks: Ranks, home: Path) -> None:
+    """Neither for the best model nor for stopping early, which would have been right away; also after a restart."""
+    straight = run(ranks, home, "single-full-best", BEST)
+    begun = straight / "checkpoints" / "checkpoint-4"
+    stops = "schedule.early_stopping_patience=2"
+    same = run(ranks, home, "same-rows", BEST, f"checkpoint.resume={begun}", stops)
+    assert published(same)["step"] == 2 and not (same / "metrics.jsonl").exists(), "on the same rows they count"
+    settings = [BEST, stops, "data.eval_seed=1"]
+    other = run(ranks, home, "other-rows", *settings, f"checkpoint.resume={begun}")
+    said = " ".join((other / "said.txt").read_text(encoding="utf-8").split())
+    assert "the evaluations up to step 4 are of other held-out rows" in said
+    assert published(other)["step"] in (5, 6) and "best of 2 evaluations" in published(other)["what"]
+    assert len(losses(other)) == 2 and not (other / "snapshots" / "step-2").exists()
+    shutil.rmtree(other / "final")
+    again = run(ranks, home, "other-rows", *settings)
+    assert published(again) == published(other) and "other held-out rows" not in (again / "said.txt").read_text()
 
 
 def test_a_published_model_that_was_deleted_is_published_again(ranks: Ranks, home: Path) -> None:

@@ -162,7 +162,8 @@ def _stopped(run: Path) -> str:
     last = datetime.fromtimestamp(written, UTC).isoformat()
     return (
         f"No process trains in this folder any more: it was killed after its last sign of life, {_when(last)}, or this "
-        "is a copy of one that trains elsewhere. The same command goes on from the newest checkpoint."
+        "is a copy of one that trains elsewhere. With checkpoint.resume=auto, the default, the same command goes on "
+        "from the newest checkpoint."
     )
 
 

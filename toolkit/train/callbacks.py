@@ -291,10 +291,13 @@ class CleanStop(TrainerCallback):
     once.
 
     With several processes all agree before stopping, otherwise one would wait for the others for ever.
+
+    Args:
+        saves: Whether a checkpoint can be saved: not where each node would keep its part to itself.
     """
 
-    def __init__(self, accelerator: Any, tell: Callable[[str], None]) -> None:
-        self._accelerator, self._tell = accelerator, tell
+    def __init__(self, accelerator: Any, tell: Callable[[str], None], saves: bool = True) -> None:
+        self._accelerator, self._tell, self._saves = accelerator, tell, saves
         self._asked_at: float | None = None
         self._previous: dict[int, Any] = {}
         self.stopped = False
@@ -306,7 +309,7 @@ class CleanStop(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if asked := self.asked():
             self.stopped = True
-            control.should_save = True
+            control.should_save = self._saves
             control.should_training_stop = True
         # Whatever the logging interval, the metrics end with the last step.
         control.should_log = control.should_log or asked or state.global_step >= state.max_steps
@@ -331,7 +334,8 @@ class CleanStop(TrainerCallback):
         if self._asked_at is None:
             self._asked_at = now
             with contextlib.suppress(RuntimeError):  # In the middle of another line, Python writes no second one.
-                self._tell("Stopping after this step and saving a checkpoint. Press Ctrl-C again to stop at once.")
+                saving = " and saving a checkpoint" if self._saves else ""
+                self._tell(f"Stopping after this step{saving}. Press Ctrl-C again to stop at once.")
         elif number == signal.SIGINT and now - self._asked_at > ONE_SIGNAL_SECONDS:
             raise KeyboardInterrupt
 

@@ -11,6 +11,7 @@ from toolkit.recipe.precisions import PRECISIONS
 MANIFEST = "manifest.json"
 ALSO_CHANGED = ", or what prepares it: tokenizer, chat template, version of this toolkit"
 """Of a hash of data, which follows from these, too."""
+GO_ON = "the same command goes on from the newest whole checkpoint, with checkpoint.resume=auto (the default)"
 RESERVED = ".reserved"
 """A file that makes room for a last word where the disk is full when the run ends."""
 

@@ -29,7 +29,7 @@ from toolkit.recipe.hydra_habits import refuse_flags
 from toolkit.recipe.problem import warn
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.show import keys_text
-from toolkit.train.continued import as_begun
+from toolkit.train.continued import GO_ON, as_begun
 from toolkit.train.process import (
     Terminated,
     ahead_of_launcher,
@@ -104,19 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno in UNANSWERED and (error.filename or error.errno not in ALSO_OF_SOCKETS):
             what = f"{error.filename or 'a file'} cannot be used: its disk does not answer ({error.strerror})"
-            tell(UserError(what, "see that it is mounted; the same command goes on from the newest checkpoint"), world)
+            tell(UserError(what, f"see that it is mounted; {GO_ON}"), world)
             return 1
         if error.errno != errno.ENOSPC:
             raise
         where = f" while writing {error.filename}" if error.filename else ""
-        change = (
-            "set output.dir to a larger disk, lower checkpoint.save_total_limit, or free space; the same command goes "
-            "on from the newest complete checkpoint"
-        )
+        change = f"set output.dir to a larger disk, lower checkpoint.save_total_limit, or free space; {GO_ON}"
         tell(UserError(f"the disk is full{where}", change), world)
         return 1
     except KeyboardInterrupt as error:
-        print("stopped at once; the same command goes on from the newest checkpoint, if one was saved", file=sys.stderr)
+        print(f"stopped at once; {GO_ON}, if one was saved", file=sys.stderr)
         return error.exit_code if isinstance(error, Terminated) else 130
     except MemoryError as error:  # Also of what would have been said of one.
         change = "raise the limit on it, start fewer processes, or set batch.micro_batch_size=1"

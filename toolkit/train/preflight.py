@@ -40,7 +40,7 @@ from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.precisions import FP8_SCALING
 from toolkit.train import optimizer
 from toolkit.train.identity import flat
-from toolkit.train.run_folder import hash_files, versions
+from toolkit.train.run_folder import RunFolder, hash_files, versions
 
 _log = logging.getLogger("toolkit.train")
 
@@ -53,8 +53,9 @@ VISIBLE_SECONDS = 3.0
 _PROBE_BYTES = 2**20
 
 
-def check(rendezvous: Rendezvous, recipe: Recipe, folder: Path) -> list[str]:
-    """Compares versions, recipe, devices, clocks and disks of all processes, before anything slow begins.
+def check(rendezvous: Rendezvous, recipe: Recipe, folder: RunFolder) -> list[str]:
+    """Compares versions, recipe, devices, clocks and disks of all processes, before anything slow begins, and notes
+    whether they share the run folder.
 
     Returns:
         What does not stop training but should be known.
@@ -69,7 +70,7 @@ def check(rendezvous: Rendezvous, recipe: Recipe, folder: Path) -> list[str]:
     values = recipe.model_dump(mode="json", exclude={"description", "output"})
     settings = {key: json.dumps(value, sort_keys=True) for key, value in flat(values)}
     # By this file beside the run folder other nodes recognise it.
-    with _probe(folder.parent) if world.rank == 0 else contextlib.nullcontext() as marker:
+    with _probe(folder.path.parent) if world.rank == 0 else contextlib.nullcontext() as marker:
         before = time.time()
         first = rendezvous.exchange(
             "clock", None, lambda _: {"marker": marker and Path(marker.name).name, "time": time.time()}
@@ -79,11 +80,12 @@ def check(rendezvous: Rendezvous, recipe: Recipe, folder: Path) -> list[str]:
             "alike": _hardware(world),
             # The first clock was read between the two moments.
             "skew": max(0.0, before - first["time"], first["time"] - time.time()),
-            "places": _places(folder.parent / first["marker"]) if world.local_rank == 0 else {},
+            "places": _places(folder.path.parent / first["marker"]) if world.local_rank == 0 else {},
         }
         saves = recipe.checkpoint.saves
-        warnings: list[str] = rendezvous.exchange("state", state, lambda states: _judge(states, saves, rendezvous.name))
-    return warnings
+        found = rendezvous.exchange("state", state, lambda states: _judge(states, saves, rendezvous.name))
+    warnings, folder.shared = found
+    return list(warnings)
 
 
 def agree(rendezvous: Rendezvous, source: ModelSource, data: str, teacher: ModelSource | None = None) -> None:
@@ -192,7 +194,8 @@ def _require_same(states: Values, name: Callable[..., str]) -> None:
         )
 
 
-def _judge(states: Values, saves: bool, name: Callable[..., str]) -> list[str]:
+def _judge(states: Values, saves: bool, name: Callable[..., str]) -> tuple[list[str], bool]:
+    """What should be known, and whether all see the run folder."""
     _require_same({rank: state["same"] for rank, state in states.items()}, name)
     warnings = differences({rank: state["alike"] for rank, state in states.items()}, name)
     hidden = []
@@ -216,7 +219,7 @@ def _judge(states: Values, saves: bool, name: Callable[..., str]) -> list[str]:
             "set output.dir to a folder that all nodes share, or save no checkpoints: checkpoint.save_steps=null and "
             "checkpoint.save_epochs=null",
         )
-    return warnings
+    return warnings, not hidden
 
 
 def _versions() -> dict[str, str]:

@@ -35,7 +35,7 @@ class Rehearsal(TrainerCallback):
         self._step = -1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session.length.rehearses(state.global_step):
+        if self._session.folder.shared and self._session.length.rehearses(state.global_step):
             self._step = state.global_step + 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

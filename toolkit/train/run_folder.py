@@ -63,6 +63,7 @@ class RunFolder:
             is missing.
         passed_over: Later checkpoints, and a manifest, from which it does not continue, and why.
         accepted: Whether nothing of an earlier start is there, or this one has been accepted (by `describe`).
+        shared: Whether all processes see it (by `preflight.check`).
     """
 
     path: Path
@@ -70,6 +71,7 @@ class RunFolder:
     resume_from: Path | None = None
     passed_over: Mapping[Path, str] = field(default_factory=dict)
     accepted: bool = True
+    shared: bool = True
 
     def __post_init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
@@ -134,6 +136,9 @@ class RunFolder:
                     )
         if before.started:
             values["continued"] = now()
+        skipped = before.skipped_steps
+        if skipped and self.resume_from and not self.is_trained:  # Others are taken again.
+            skipped = [step for step in skipped if step <= checkpoint.step_of(self.resume_from)]
         checkpoint.keep_unread(self.passed_over)
         self.accepted = True
         if (self.path / MANIFEST) in self.passed_over:
@@ -161,6 +166,7 @@ class RunFolder:
             hashes={"recipe": recipe_hash(loaded.recipe), **hashes},
             batch=layout,
             resumed_from=str(self.resume_from) if self.resume_from else None,
+            skipped_steps=skipped,
             **values,
         )
         (self.path / RESERVED).write_bytes(bytes(2**16))

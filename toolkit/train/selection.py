@@ -110,11 +110,12 @@ class Selection(TrainerCallback):
         self._tried_from = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session.leads:
+        values = evaluations_by(state, self._metric) if self._metric else {}
+        if self._session.leads and (values or self._average):
             self._take_along(state.global_step)
         box: list[Any] = [self._found(state.global_step) if self._session.leads else None]
         broadcast_object_list(box)
-        values = evaluations_by(state, self._metric) if self._metric else dict.fromkeys(box[0], 0.0)
+        values = values if self._metric else dict.fromkeys(box[0], 0.0)
         self._kept = {step: values[step] for step in box[0] if step in values}
         published = self._session.folder.is_trained  # Then nothing is chosen any more.
         if not published and max(values.values(), default=-math.inf) > max(self._kept.values(), default=-math.inf):
@@ -128,8 +129,7 @@ class Selection(TrainerCallback):
                 )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        every = self._session.length.save_steps or state.max_steps
-        if self._average and (state.global_step % every == 0 or state.global_step == state.max_steps):
+        if self._average and self._saves(state):
             started = time.monotonic()
             self._keep(state.global_step, 0.0)
             self._pause(time.monotonic() - started)
@@ -141,11 +141,16 @@ class Selection(TrainerCallback):
             if value > max(self._kept.values(), default=-math.inf):
                 self._keep(state.global_step, value)
 
+    def _saves(self, state: Any) -> bool:
+        every = self._session.length.save_steps or state.max_steps
+        return bool(state.global_step % every == 0 or state.global_step == state.max_steps)
+
     def choose(self) -> Chosen | None:
         """The model to publish; None if it is the last one. Every process must call this, when training is over."""
-        self._over = True
+        state, self._over = self._trainer.state, True
+        if self._average and not self._saves(state):  # It stopped early.
+            self._keep(state.global_step, 0.0)
         self._settle()
-        state = self._trainer.state
         box: list[Any] = [self._whole(state.global_step) if self._session.leads else None]
         broadcast_object_list(box)
         if not (steps := box[0]):

@@ -44,6 +44,7 @@ from toolkit.train.checkpoints.unpickling import EndOfReading
 from toolkit.train.completion import Completion
 from toolkit.train.decide import decide
 from toolkit.train.evaluation.generation import reads_once
+from toolkit.train.evaluation.row_losses import Comparable
 from toolkit.train.evaluation.samples import Samples
 from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.health.batch_guard import BatchGuard
@@ -299,7 +300,7 @@ class Callbacks:
         experts = ExpertLoad(session)
         self.meter = Meter(session, experts.row) if session.leads else None
         self.evaluator = Evaluator(session, self.meter) if session.prepared.eval is not None else None
-        self.stop = CleanStop(session.trainer.accelerator, session.progress.message)
+        self.stop = CleanStop(session.trainer.accelerator, session.progress.message, session.folder.shared)
         start_up = session.start_up
         if session.leads:
             start_up.report = lambda seconds: session.folder.update_manifest(start_up=seconds)
@@ -316,6 +317,7 @@ class Callbacks:
         reference = Reference(session) if session.recipe.refers else None
         for each in (
             self.completion,
+            Comparable(session) if self.evaluator else None,
             TellLate(session.trainer),
             EndOfReading(),
             Verify(session),

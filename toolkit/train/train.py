@@ -122,7 +122,7 @@ def _train(
         prepare_process()
         preflight.check_devices(recipe, world)
         device.set_tf32(recipe.tf32)
-        for warning in preflight.check(rendezvous, recipe, folder.path):
+        for warning in preflight.check(rendezvous, recipe, folder):
             if world.rank == 0:
                 _log.warning("%s", warning)
         if recipe.strategy.zero_stage:
@@ -214,12 +214,20 @@ def interrupted(session: Session, callbacks: Callbacks, saved: str = "a checkpoi
     callbacks.stop.restore()
     if not session.leads:
         return
-    step = session.trainer.state.global_step
-    session.folder.end("interrupted")
-    write_report(session.folder.path)
+    step, folder = session.trainer.state.global_step, session.folder
+    folder.end("interrupted")
+    write_report(folder.path)
+    where = f"Stopped at step {step} of {session.length.total_steps}"
+    if not (folder.shared or folder.final.exists()):
+        session.progress.message(
+            f"{where}; no checkpoint is saved, because not all nodes see {folder.path}.\n"
+            "With output.dir in a folder that they share, a run that is stopped can be continued."
+        )
+        return
+    again = "" if session.recipe.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
+    again += "" if folder.path == session.loaded.run_folder else f" output.name={folder.path.name}"
     session.progress.message(
-        f"Stopped at step {step} of {session.length.total_steps}; {saved} is saved in {session.folder.path}.\n"
-        "The same command continues from there."
+        f"{where}; {saved} is saved in {folder.path}.\nThe same command{again} continues from there."
     )
 
 

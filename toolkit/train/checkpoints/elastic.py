@@ -167,15 +167,26 @@ def restore_random_numbers(checkpoint: Path, rank: int, processes: int) -> bool:
     saved = sorted(checkpoint.glob("rng_state*.pth"), key=lambda file: (len(file.name), file.name))
     if len(saved) == processes:
         return False
+    saver = rank % len(saved)
     with safe_globals():
-        state = torch.load(saved[rank % len(saved)], map_location="cpu", weights_only=True)
+        state = torch.load(saved[saver], map_location="cpu", weights_only=True)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.random.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:
-        states = state["cuda"] if isinstance(state["cuda"], list) else [state["cuda"]]
-        torch.cuda.set_rng_state(states[torch.cuda.current_device() % len(states)])
+        torch.cuda.set_rng_state(drawn_from(state["cuda"], saver))
     return True
+
+
+def drawn_from(states: torch.Tensor | list[torch.Tensor], saver: int) -> torch.Tensor:
+    """Of the states of a process's GPUs, as it saved them, that of the GPU that it computed on.
+
+    Several processes save those of all GPUs that each sees, of which it has drawn numbers from its own alone.
+
+    Args:
+        saver: The rank of that process.
+    """
+    return states[saver % len(states)] if isinstance(states, list) else states
 
 
 def _into_parameters(optimizer: Any, names: dict[Any, str], saved: SavedState, chosen: list[int]) -> None:

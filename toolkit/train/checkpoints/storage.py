@@ -16,6 +16,7 @@ from filelock import Timeout
 from toolkit.cache import build_beside, locked
 from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.files import ALSO_OF_SOCKETS, not_writable, too_long
+from toolkit.train.continued import GO_ON
 
 _STORAGE = {
     **{errno.ENOSPC: "its disk is full", errno.EDQUOT: "the quota of its disk is used up"},
@@ -50,7 +51,6 @@ def unwritable(
     unnumbered = [each for each in errors if any(sign in str(each) for sign in _UNNUMBERED)]
     if not any(number in _STORAGE or number == errno.ENOENT for number in numbers) and not unnumbered:
         return None
-    again = "the same command goes on from the newest whole checkpoint"
     if is_gone(folder):
         return UserError(f"{folder} was deleted while it was trained in", "start again; keep the folder until it ends")
     known = (number for number in numbers if number in _STORAGE and (writing or number not in ALSO_OF_SOCKETS))
@@ -60,12 +60,12 @@ def unwritable(
         if not (writing and unnumbered):
             return None
         why = in_a_line(unnumbered[-1])
-        return UserError(f"{folder} could not be written for a moment: {why}", f"{change}; {again}")
+        return UserError(f"{folder} could not be written for a moment: {why}", f"{change}; {GO_ON}")
     if number in (errno.ENOSPC, errno.EDQUOT):
         free = bytes_text(shutil.disk_usage(folder).free)
         fewer = "lower checkpoint.save_total_limit, " * (key == "output.dir")
         change = f"free space there ({free} are left), {fewer}or set {key}"
-    return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {again}")
+    return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {GO_ON}")
 
 
 def unanswered(error: OSError) -> UserError:

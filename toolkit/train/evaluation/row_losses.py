@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from transformers import TrainerCallback
 
 from toolkit.data.reward_files import file_hashes
 from toolkit.files import read_file, set_aside, write_atomically
@@ -24,6 +25,31 @@ from toolkit.train.session import Session
 _log = logging.getLogger("toolkit.train")
 _AT_A_TIME = 1000
 """Rows that are hashed."""
+_STATE = "Comparable"
+
+
+class Comparable(TrainerCallback):
+    """Has evaluations count only on the same held-out rows. To come before all that compares them.
+
+    A checkpoint that is named may be of a run with others, and brings that one's evaluations along.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        recipe = self._session.recipe
+        own = {"measured": measured(recipe, self._session.trainer.eval_dataset)}
+        named = recipe.checkpoint.resume != "auto"  # A run's own are of its rows, or it is refused.
+        if named and state.stateful_callbacks.get(_STATE, own) != own:
+            state.log_history = [row for row in state.log_history if "eval_loss" not in row]
+            if self._session.leads:
+                _log.warning(
+                    "the evaluations up to step %d are of other held-out rows, or of a loss that is made otherwise: "
+                    "none of them counts",
+                    state.global_step,
+                )
+        state.stateful_callbacks[_STATE] = own  # Checkpoints keep it.
 
 
 class RowLosses:

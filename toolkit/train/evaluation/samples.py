@@ -24,7 +24,8 @@ class Samples(TrainerCallback):
     """Answers the prompts before the first step, and after training when it is asked to.
 
     The first process answers. Where parameters are divided a forward pass needs all processes: then each gives the same
-    answers. Those before training are read back when a run is continued.
+    answers. Those before training are read back when a run is continued: no other model than the one that training
+    began with can give them, and a prompt that was not asked then has none.
     """
 
     def __init__(self, session: Session) -> None:
@@ -37,26 +38,27 @@ class Samples(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         session = self._session
         if session.leads:
-            if session.folder.resume_from and self._file.is_file():
-                self.rows = self._read_back()
-            else:
-                self.rows = _prompts(session)[: session.recipe.evaluation.num_prompts]
+            self.rows = _prompts(session)[: session.recipe.evaluation.num_prompts]
+            given = self._read_back() if state.global_step and self._file.is_file() else {}
+            for row in self.rows:
+                row.before = given.get(tuple(row.input_ids))
         if self._together:
             box = [self.rows]
             broadcast_object_list(box)
             self.rows = box[0]
-        if any(row.before is None for row in self.rows):
+        if self.rows and not state.global_step:
             _log.info("Answering %s before training", count_text(len(self.rows), "prompt"))
             self.answer("before")
 
-    def _read_back(self) -> list[Sample]:
+    def _read_back(self) -> dict[tuple[int, ...], str | None]:
+        """The answers before training, by what was read."""
         try:
-            return [Sample(**row) for row in json.loads(read_file(self._file))]
+            found = [Sample(**row) for row in json.loads(read_file(self._file))]
         except (OSError, ValueError, TypeError) as error:
-            # The model as it was before training, whose answers these were, is gone.
             kept = set_aside(self._file, error).name
-            _log.warning("%s cannot be read and is kept as %s; no prompts are answered", self._file, kept)
-            return []
+            _log.warning("%s cannot be read and is kept as %s: answers before training are lost", self._file, kept)
+            return {}
+        return {tuple(row.input_ids): row.before for row in found}
 
     def answer(self, when: str) -> None:
         """Notes the model's answers as those `before` or `after` training."""

@@ -74,11 +74,18 @@ class Speaker:
         """Answers a turn of the user; what was said of an answer that is cut short stays in the conversation.
 
         Raises:
-            UserError: If the conversation has become longer than what the model reads.
+            UserError: If the conversation has become longer than what the model reads, or the answer would be longer
+                than what it writes.
         """
         turn = [*self._messages, {"role": "user", "content": prompt}]
         ids, said = self._prompt_ids(turn), list[str]()
         if (left := positions_left(self._model, ids)) < max_new_tokens:
+            if self._model.config.is_encoder_decoder:  # It reads the conversation elsewhere than it writes.
+                raise UserError(
+                    f"{self.name}: an answer of {max_new_tokens:,} tokens is longer than the {left:,} that the model "
+                    "writes",
+                    "take a smaller --max-new-tokens",
+                )
             raise UserError(
                 f"{self.name}: the conversation has {len(ids):,} tokens, with an answer of {max_new_tokens:,} more "
                 f"than the {len(ids) + left:,} that the model reads",

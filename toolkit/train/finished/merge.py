@@ -58,7 +58,7 @@ _PROOF_ROWS, _PROOF_TOKENS = 8, 128
 """Rows that logits are compared on, of all runs, and how many tokens of each: the last ones, where rows differ."""
 
 Logits = list[torch.Tensor]
-"""(tokens, vocabulary) of each row, in fp32 on the host."""
+"""(tokens, vocabulary) of each row, or (classes,) of a text, in fp32 on the host."""
 
 
 def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = None) -> str:
@@ -311,7 +311,9 @@ class _Probe:
             outputs = model(**{name: each.to(place) for name, each in inputs.items()}, use_cache=False)
         # A model of vectors ends with the outputs of its tokens.
         logits = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-        return [each[: len(row)].float().cpu() for each, row in zip(logits, ids, strict=True)]
+        # Of a text there are those of its classes, and none of its tokens.
+        ends = [None if logits.dim() == 2 else len(row) for row in ids]
+        return [each[:end].float().cpu() for each, end in zip(logits, ends, strict=True)]
 
 
 def _batch(rows: list[list[int]], fill: int) -> torch.Tensor:

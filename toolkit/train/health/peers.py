@@ -22,9 +22,9 @@ from torch.distributed import DistError, Store
 
 from toolkit.common import UserError, in_background, in_words
 from toolkit.distributed.rendezvous import Rendezvous, SharedError
+from toolkit.train.continued import GO_ON
 from toolkit.train.health.sentry import DUMP
 
-GO_ON = "the same command goes on from the newest whole checkpoint"
 _ANSWER_SECONDS = 5.0
 """How long is waited for the store, which answers in milliseconds."""
 _HEAR_SECONDS = 3.0

@@ -23,8 +23,9 @@ from torch.distributed import DistError
 from toolkit.common import concealed, duration, in_background
 from toolkit.distributed.rendezvous import Rendezvous, lost_connection
 from toolkit.recipe import Recipe
+from toolkit.train.continued import GO_ON
 from toolkit.train.health import stragglers
-from toolkit.train.health.peers import GO_ON, PeerError, Peers
+from toolkit.train.health.peers import PeerError, Peers
 from toolkit.train.health.sentry import Sentry
 from toolkit.train.health.stragglers import Comparison, pace
 from toolkit.train.process import Terminated, tell

@@ -158,8 +158,9 @@ class ClassTrainer(HeadTrainer):
         found = flat.detach().argmax(-1)
         told = ((wanted, kept & (found == wanted)), (found, kept), (wanted, kept))
         counts = torch.stack([_counted(places, each, outputs) for places, each in told], 1)
-        # Row by row what each class was taken for.
-        confusion = [_counted(wanted * outputs + found, kept, outputs**2)] if outputs <= MOST_CONFUSED else []
+        # Row by row what each class was taken for, of which nothing is said in training.
+        confuses = outputs <= MOST_CONFUSED and not model.training
+        confusion = [_counted(wanted * outputs + found, kept, outputs**2)] if confuses else []
         head = torch.stack([losses.detach().sum(), kept.sum().double()])
         sums = torch.cat([head, counts.flatten(), *confusion, *self.further(found.view(labels.shape), inputs)])
         return losses, Measurement.of(sums, losses, kept)
@@ -169,7 +170,7 @@ class ClassTrainer(HeadTrainer):
         return []
 
     def told(self, sums: list[float]) -> dict[str, float]:
-        counts, _, _ = self._parted(sums)
+        counts, *_ = self._parted(sums)
         return {"accuracy": sum(row[0] for row in counts) / max(sum(row[2] for row in counts), 1)}
 
     def figures(self, sums: list[float], rows: torch.Tensor | None) -> dict[str, Any]:

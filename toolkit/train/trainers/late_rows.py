@@ -122,10 +122,12 @@ class LateRows:
     def _take(self, tr_loss: torch.Tensor, norm: Any, logs: dict[str, float], started: float) -> _Late:
         state, waiting = self.state, self.waiting
         norms = [] if norm is None else [norm.full_tensor() if isinstance(norm, DTensor) else norm]
-        numbers = [tr_loss, waiting.trained, *waiting.streamed, *norms, *([] if self._seen is None else self._seen)]
-        host = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
-        for place, number in zip(host, numbers, strict=True):
-            place.copy_(torch.as_tensor(number, dtype=torch.float64), non_blocking=True)
+        seen = [] if self._seen is None else [self._seen]
+        numbers = [torch.as_tensor(each, dtype=torch.float64).reshape(-1)
+                   for each in (tr_loss, waiting.trained, *waiting.streamed, *norms, *seen)]  # fmt: skip
+        host = torch.empty(sum(map(len, numbers)), dtype=torch.float64, pin_memory=True)
+        for place, number in zip(host.split([*map(len, numbers)]), numbers, strict=True):
+            place.copy_(number, non_blocking=True)
         steps = state.global_step - self._globalstep_last_logged
         known = (bool(norms), logs, steps, state.global_step, state.epoch, waiting.seconds, started)
         late = _Late(host, _now(), *known)

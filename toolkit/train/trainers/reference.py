@@ -44,7 +44,7 @@ class Reference(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         session, trainer = self._session, self._session.trainer
-        own, key, lacking = session.folder.path / FILE, "", 0
+        own, key, lacking, lost = session.folder.path / FILE, "", 0, ("", "")
         stored: torch.Tensor | None = None
         if session.leads:
             key = _key(session)
@@ -57,14 +57,12 @@ class Reference(TrainerCallback):
             found = ((place, _read(place, known)) for place in places)
             from_place, stored = next(((place, each) for place, each in found if each is not None), (None, None))
             key = key or ("begun" if stored is not None else "")
+            lost = _lost(places[-1]) if not key else lost
             lacking = 0 if stored is None else _lacking(session, stored, state.global_step)
         shape = None if stored is None else list(stored.shape)
-        key, shape, lacking = broadcast_object_list([key, shape, lacking])
+        key, shape, lacking, lost = broadcast_object_list([key, shape, lacking, lost])
         if not key:
-            raise UserError(
-                f"{own} is gone or damaged: with which log-probabilities the run compares is not known any more",
-                "restore it, or start anew: checkpoint.resume=never",
-            )
+            raise UserError(*lost)
         if lacking:
             raise UserError(
                 f"the run that is continued began as one that comes to fewer rows, and its {FILE} lacks what the "
@@ -121,6 +119,24 @@ def _read(file: Path, known: dict[str, str]) -> torch.Tensor | None:
     except Exception:  # The library has no kind of error of its own.
         pass
     return None
+
+
+def _lost(begun: Path) -> tuple[str, str]:
+    """What to say where the run that began has no reference of these rows, and what to change.
+
+    Args:
+        begun: The file of that run.
+    """
+    if _read(begun, {}) is not None:
+        return (
+            f"{begun} is the reference of other rows: what the model that training began with says of this recipe's "
+            "is not known",
+            "set data as that run has it, or begin a new one from its final model, with model.path or model.adapter",
+        )
+    return (
+        f"{begun} is gone or damaged: with which log-probabilities the run compares is not known any more",
+        "restore it, or start anew: checkpoint.resume=never",
+    )
 
 
 def _computed(session: Session) -> torch.Tensor:
