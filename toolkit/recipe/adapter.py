@@ -93,7 +93,11 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
             problems.append(problem(key, what, as_text(given), f"remove {key}, or set it to that"))
     if extra is not recipe.extra.lora:
         taken["extra.lora"] = extra
-    return recipe.with_values(taken), dict.fromkeys(taken, str(folder / _FILE)), problems
+    started = recipe.with_values(taken)
+    if "learning_rate" not in recipe.optimizer.model_fields_set:
+        # The default was chosen before the recipe was known to be one of adapters.
+        started = started.with_values({"optimizer.learning_rate": started.default_learning_rate})
+    return started, dict.fromkeys(taken, str(folder / _FILE)), problems
 
 
 def _check(config: Any, method: Method) -> None:
