@@ -148,8 +148,8 @@ class Optimizer(Section):
 
     @property
     def traits(self) -> Traits:
-        """What is known of the optimizer of this name."""
-        return OPTIMIZERS[self.name]
+        """What is known of the optimizer of this name, with these arguments."""
+        return OPTIMIZERS[self.name].given(self.args)
 
 
 class Schedule(Section):
