@@ -331,6 +331,23 @@ def _applied(answer: str) -> None:
     assert load_checked("mine", context).recipe == by_word, answer
 
 
+@pytest.mark.parametrize(
+    ("argument", "written"),
+    [
+        ("lora_target=*_proj", "method.target_modules=['*_proj']"),
+        ('lora_target="@a, *b"', "method.target_modules=['@a', '*b']"),
+        ("val_dataset=@x", "data.eval_sources=['@x']"),
+        ("neftune_noise_alpha=*x", "extra={training_arguments: {neftune_noise_alpha: '*x'}}"),
+        ("batch.path=@x", ""),
+    ],
+)
+def test_what_is_typed_without_being_yaml_is_quoted(mine: Path, argument: str, written: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_checked("mine", [argument])
+    (problem,) = caught.value.problems
+    assert written in " ".join(shlex.split(problem.hint)), problem.hint
+
+
 def test_an_empty_value_says_nothing() -> None:
     for key in translated_keys():
         for empty in (None, "", [], {}):

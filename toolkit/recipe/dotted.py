@@ -57,6 +57,15 @@ def inline(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
+def in_yaml(text: str, value: Any) -> str:
+    """A value as it was written, or written anew where that is no YAML: `*_proj` and `@x` need quotes."""
+    try:
+        yaml.safe_load(f"[{text}]")
+    except yaml.YAMLError:
+        return inline(value)
+    return text
+
+
 def typed(change: str) -> str:
     """A change such as `write batch.seq_len: 512` as it is typed in a shell: `write batch.seq_len=512`."""
     if "; write " in change:
@@ -64,7 +73,7 @@ def typed(change: str) -> str:
     match = re.fullmatch(r"write (?P<key>[a-z_]\w*(\.[a-z_]\w*)*): (?P<text>.+)", change)
     if not match or " or " in change:
         return change
-    value = yaml.safe_load(match["text"])
+    value = yaml.safe_load(in_yaml(match["text"], match["text"]))
     return f"write {shlex.quote(match['key'] + '=' + (value if isinstance(value, str) else _typed(value)))}"
 
 
