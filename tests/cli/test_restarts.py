@@ -83,13 +83,13 @@ def started(plan: list[tuple[int, Any, Any]], *arguments: str) -> tuple[int, int
     return status, len(Path("started").read_text().splitlines())
 
 
-@pytest.mark.parametrize("end", ["SIGKILL", "SIGSEGV", os.EX_TEMPFAIL])
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGSEGV", os.EX_TEMPFAIL, 255])
 def test_what_may_pass_goes_on_from_the_last_checkpoint(
     end: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert started([(1, "-", end), (5, 4, end), (6, "-", 0)], "--restarts", "2") == (0, 3)
     first, second = (line for line in capsys.readouterr().err.splitlines() if line.startswith("restart "))
-    reason = end if isinstance(end, str) else "exit code 75"
+    reason = end if isinstance(end, str) else f"exit code {end}"
     assert first.startswith("restart 1 of 2: ") and reason in first
     assert first.endswith("after step 1; from the beginning, as no checkpoint was saved")
     assert second.startswith("restart 2 of 2: ") and second.endswith("step 5; from runs/small/checkpoints/checkpoint-4")

@@ -77,16 +77,23 @@ def test_one_process_is_started_as_accelerate_would_without_it(tmp_path: Path) -
     assert all("DYNAMO" in key for key in theirs.keys() - json.loads(told).keys())
 
 
-@pytest.mark.parametrize("processes", [0, 1, 2])
-def test_process_that_is_killed_gets_a_line(processes: int, tmp_path: Path, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("processes", "number", "name", "told"),
+    [
+        *((processes, 9, "SIGKILL", "memory") for processes in (0, 1, 2)),
+        (0, signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}", "toolkit doctor"),
+    ],
+)
+def test_process_that_is_killed_gets_a_line(
+    processes: int, number: int, name: str, told: str, tmp_path: Path, ranks: Ranks
+) -> None:
     (tmp_path / "killed.py").write_text(
-        "import os, signal, time\nif os.environ.get('RANK', '0') == '0': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(60)\n"
+        f"import os, time\nif os.environ.get('RANK', '0') == '0': os.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n"
     )
     status, text = launch(ranks, tmp_path, processes, "killed.py")
     first, change = text.splitlines()
-    assert status == 128 + 9 and first.startswith("error: ") and first.endswith("was ended by SIGKILL")
-    assert "memory" in change
+    assert status == 128 + number and first.startswith("error: ") and first.endswith(f"was ended by {name}")
+    assert told in change
 
 
 @pytest.mark.parametrize("nohup", [True, False])

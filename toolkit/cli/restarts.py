@@ -127,7 +127,7 @@ def _may_pass(status: int) -> bool:
 
 
 def _reason(folder: Path, status: int) -> str:
-    if status > 128:
+    if status - 128 in {*signal.Signals}:  # 255 is what ssh ends with, and `exit -1`.
         return f"a process was ended by {signal.Signals(status - 128).name}"
     manifest = read_manifest(folder)[0]
     told = (manifest.error or "").splitlines()

@@ -104,7 +104,8 @@ def _ended(who: str, status: int) -> int:
     """The exit code, as shells count it, of a process that ended with this status."""
     if status >= 0:
         return status
-    name = signal.Signals(-status).name
+    # Most real-time signals have no name.
+    name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
     change = _KILLED if name in ("SIGKILL", "SIGTERM") else _CRASHED
     print(f"error: {who} was ended by {name}\n  {change}", file=sys.stderr)
     return 128 - status
