@@ -64,6 +64,13 @@ def test_tokens_of_embeddings_that_are_trained_whole_are_those_of_the_adapters_o
     load("small")
 
 
+@pytest.mark.parametrize("own", ["seed: 1", "model: word", "model: {path: a, new_tokens: null}", "model: [", "- a", ""])
+def test_a_users_own_recipe_beside_an_adapter_says_nothing_of_it(adapter: Path, own: str) -> None:
+    configure(adapter, modules_to_save=["embed_tokens"])
+    (adapter.parent / "recipe.yaml").write_text(own, encoding="utf-8")
+    assert load("small").recipe.model.new_tokens == []
+
+
 def test_what_a_recipe_leaves_out_is_the_adapters(adapter: Path) -> None:
     configure(adapter)
     loaded = load("small")
