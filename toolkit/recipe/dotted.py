@@ -51,6 +51,24 @@ def remove(data: Any, path: str) -> bool:
     return isinstance(data, dict) and data.pop(last, data) is not data
 
 
+def split_outside(text: str, separators: str) -> list[str]:
+    """Splits at characters outside brackets and quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for index, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in ")}]":
+            depth -= 1
+        elif character in separators and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [*parts, text[start:]]
+
+
 def inline(value: Any) -> str:
     """A value as YAML in one line."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
