@@ -96,6 +96,23 @@ def test_process_that_is_killed_gets_a_line(
     assert told in change
 
 
+@pytest.mark.usefixtures("in_foreground")
+def test_who_is_stopped_by_ctrl_c_waits_for_what_the_training_still_saves(tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "def save(number, frame):\n    time.sleep(1)\n    pathlib.Path('saved').touch()\n    sys.exit(130)\n"
+        "signal.signal(signal.SIGTERM, save)\npathlib.Path('up').touch()\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "toolkit.cli.start", "saves.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment()) as launcher:
+        end = time.monotonic() + 60
+        while not (tmp_path / "up").exists():
+            assert launcher.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 130 and (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize("nohup", [True, False])
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_closed_terminal_reaches_the_training_but_for_nohup(

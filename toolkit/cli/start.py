@@ -48,7 +48,13 @@ def _by_itself(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if not _ignored(number):
             signal.signal(number, lambda number, frame: training.send_signal(number))
-    return _ended("the training", training.wait())
+    try:
+        return _ended("the training", training.wait())
+    except KeyboardInterrupt:
+        # Without a terminal's foreground the training heard Ctrl-C too, or not; it counts both as one.
+        training.send_signal(signal.SIGTERM)
+        status = training.wait()
+        return status if status >= 0 else 128 + signal.SIGINT
 
 
 def _with_accelerate(arguments: Sequence[str]) -> int:
