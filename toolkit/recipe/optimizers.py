@@ -158,7 +158,6 @@ class Traits:
             bits=bits if bits in (8, 32) else self.bits,
             smallest=smallest if isinstance(smallest, int) else self.smallest,
             unpaged="" if paged is False else self.unpaged or (self.name if paged is True else ""),
-            gpu_only=self.gpu_only or paged is True,
         )
 
     @property
