@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import Timeout
@@ -145,6 +147,21 @@ def test_run_folder_that_a_group_shares_is_locked_by_whoever_trains(shared: Path
     assert as_nobody(shared, imports, code).stdout == "held\n"
     with cache.locked(run / ".lock"):
         assert "another process is training in" in as_nobody(shared, imports, code).stderr
+
+
+def test_who_may_only_read_a_lock_waits_as_long_as_others_do(shared: Path) -> None:
+    lock = shared / ".lock"
+    lock.touch(0o644)
+    code = f"with locked(Path({str(lock)!r}), timeout=60): print('held')"
+    with cache.locked(lock):
+        waiting = threading.Timer(0.0, lambda: said.append(as_nobody(shared, IMPORTS, code)))
+        said: list[Any] = []
+        waiting.start()
+        # Longer than Python takes to begin.
+        waiting.join(4)
+        assert not said, said[0].stderr
+    waiting.join(60)
+    assert said[0].stdout == "held\n"
 
 
 @pytest.mark.parametrize("written", [0.0, time.time() + 10 * 86_400], ids=["long ago", "before the clock was set back"])

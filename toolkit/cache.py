@@ -81,11 +81,15 @@ def locked(file: Path, timeout: float = -1) -> Iterator[None]:
             stack.enter_context(FileLock(file, timeout=timeout))
         else:
             # For a lock it is enough to read; `FileLock` would write.
-            stream = stack.enter_context(file.open("rb"))
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | (0 if timeout < 0 else fcntl.LOCK_NB))
-            except BlockingIOError:
-                raise Timeout(str(file)) from None
+            stream, end = stack.enter_context(file.open("rb")), time.monotonic() + timeout
+            while True:
+                try:
+                    fcntl.flock(stream, fcntl.LOCK_EX | (0 if timeout < 0 else fcntl.LOCK_NB))
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= end:
+                        raise Timeout(str(file)) from None
+                    time.sleep(0.05)
         yield
 
 

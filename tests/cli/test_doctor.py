@@ -4,8 +4,10 @@ import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from harness import environment
 
 from toolkit.cli import doctor
@@ -63,6 +65,28 @@ def test_a_library_that_breaks_at_import_is_a_line_and_not_a_crash(monkeypatch):
     sections = doctor.collect()
     assert "deepspeed: fails: OSError: libcuda.so.1: cannot open shared object file" in sections["problems"]
     assert "libcuda.so.1" in doctor.render(sections)
+
+
+@pytest.mark.parametrize(("section", "name"), [("_devices", "torch"), ("_attention", "backends")])
+def test_a_device_or_kernel_that_fails_is_a_problem(monkeypatch, section, name):
+    def broken() -> dict[str, str]:
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(doctor, section, broken)
+    assert f"{name}: fails: RuntimeError: the driver is too old" in doctor.collect()["problems"]
+
+
+def test_a_gpu_that_torch_has_no_kernels_for_is_a_problem(monkeypatch):
+    properties = SimpleNamespace(major=6, minor=1, name="An old GPU", total_memory=2**33)
+    said = {
+        "is_available": True, "device_count": 1, "get_device_properties": properties, "get_arch_list": ["sm_90"],
+        "get_device_capability": (6, 1),
+    }  # fmt: skip
+    for name, value in said.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr("toolkit.models.device.kind", lambda: "cuda")
+    (problem,) = [text for text in doctor.collect()["problems"] if "kernels" in text]
+    assert problem.startswith("kernels: fails: torch ") and "capability 6.1" in problem
 
 
 def test_no_secret_and_no_home_folder_leaks(monkeypatch, tmp_path):

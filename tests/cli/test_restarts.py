@@ -20,7 +20,7 @@ from matrix import Difference, Result
 from ranks import Ranks
 from small import RECIPE, populate
 
-from toolkit.cli import launch, restarts
+from toolkit.cli import jobs, launch, restarts
 from toolkit.cli.main import main
 
 # In place of the processes: each start takes the next line of `plan`: a step that it comes to, a checkpoint that it
@@ -83,13 +83,13 @@ def started(plan: list[tuple[int, Any, Any]], *arguments: str) -> tuple[int, int
     return status, len(Path("started").read_text().splitlines())
 
 
-@pytest.mark.parametrize("end", ["SIGKILL", "SIGSEGV", os.EX_TEMPFAIL])
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGSEGV", os.EX_TEMPFAIL, 255])
 def test_what_may_pass_goes_on_from_the_last_checkpoint(
     end: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert started([(1, "-", end), (5, 4, end), (6, "-", 0)], "--restarts", "2") == (0, 3)
     first, second = (line for line in capsys.readouterr().err.splitlines() if line.startswith("restart "))
-    reason = end if isinstance(end, str) else "exit code 75"
+    reason = end if isinstance(end, str) else f"exit code {end}"
     assert first.startswith("restart 1 of 2: ") and reason in first
     assert first.endswith("after step 1; from the beginning, as no checkpoint was saved")
     assert second.startswith("restart 2 of 2: ") and second.endswith("step 5; from runs/small/checkpoints/checkpoint-4")
@@ -111,6 +111,40 @@ def test_same_failure_at_the_same_step_ends_it(folder: Path, capsys: pytest.Capt
 def test_restarts_are_used_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert started([(1, "-", "SIGKILL"), (2, "-", "SIGKILL")], "--restarts", "1") == (128 + 9, 2)
     assert "all 1 restarts are used up" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_foreground")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_stops_a_launch_between_two_starts_stops_it(
+    sent: signal.Signals, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "_newest", lambda run: os.kill(os.getpid(), sent))
+    assert started([(1, "-", "SIGKILL"), (2, "-", 0)], "--restarts", "3") == (128 + sent, 1)
+
+
+@pytest.mark.usefixtures("in_foreground")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_is_stopped_while_it_comes_into_being_ends(
+    sent: signal.Signals, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *line: Any, **settings: Any) -> None:
+            super().__init__(*line, **settings)
+            os.kill(os.getpid(), sent)
+
+    monkeypatch.setattr(subprocess, "Popen", Stopped)
+    assert restarts.Group().run([sys.executable, "-c", "import time; time.sleep(60)"], {}, 0) in (128 + sent, 1)
+
+
+@pytest.mark.usefixtures("in_foreground")
+def test_a_training_that_is_chosen_while_somebody_stops_a_sweep_is_not_started() -> None:
+    def chosen() -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield "the next one"
+
+    begun: list[Any] = []
+    assert jobs.train(chosen(), jobs.shares(1, 0), begun.append, lambda *_: None) == 128 + signal.SIGTERM
+    assert begun == []
 
 
 @pytest.mark.usefixtures("in_foreground")

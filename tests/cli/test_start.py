@@ -78,16 +78,40 @@ def test_one_process_is_started_as_accelerate_would_without_it(tmp_path: Path) -
     assert all("DYNAMO" in key for key in theirs.keys() - json.loads(told).keys())
 
 
-@pytest.mark.parametrize("processes", [0, 1, 2])
-def test_process_that_is_killed_gets_a_line(processes: int, tmp_path: Path, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("processes", "number", "name", "told"),
+    [
+        *((processes, 9, "SIGKILL", "memory") for processes in (0, 1, 2)),
+        (0, signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}", "toolkit doctor"),
+    ],
+)
+def test_process_that_is_killed_gets_a_line(
+    processes: int, number: int, name: str, told: str, tmp_path: Path, ranks: Ranks
+) -> None:
     (tmp_path / "killed.py").write_text(
-        "import os, signal, time\nif os.environ.get('RANK', '0') == '0': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(60)\n"
+        f"import os, time\nif os.environ.get('RANK', '0') == '0': os.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n"
     )
     status, text = launch(ranks, tmp_path, processes, "killed.py")
     first, change = text.splitlines()
-    assert status == 128 + 9 and first.startswith("error: ") and first.endswith("was ended by SIGKILL")
-    assert "memory" in change
+    assert status == 128 + number and first.startswith("error: ") and first.endswith(f"was ended by {name}")
+    assert told in change
+
+
+@pytest.mark.usefixtures("in_foreground")
+def test_who_is_stopped_by_ctrl_c_waits_for_what_the_training_still_saves(tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "def save(number, frame):\n    time.sleep(1)\n    pathlib.Path('saved').touch()\n    sys.exit(130)\n"
+        "signal.signal(signal.SIGTERM, save)\npathlib.Path('up').touch()\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "toolkit.cli.start", "saves.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment()) as launcher:
+        end = time.monotonic() + 60
+        while not (tmp_path / "up").exists():
+            assert launcher.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 130 and (tmp_path / "saved").exists()
 
 
 def test_what_is_started_ends_with_its_launcher_whatever_it_is_at(tmp_path: Path, ranks: Ranks) -> None:

@@ -448,6 +448,15 @@ def test_the_answers_that_judged_rows_borrow_are_planned_as_evaluations(traced: 
     assert 0 < reference - before < 10 * kto.work.step_seconds.value
 
 
+def test_the_config_of_a_teacher_is_asked_for_once_in_a_plan(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That in a GGUF file takes a process a second to read, and a plan tries dozens of settings."""
+    asked = []
+    monkeypatch.setattr(store, "config_of", lambda of: asked.append(of.model.path) or CONFIG)
+    taught = recipe(objective="distillation", distillation={"teacher": {"path": "of/nobody"}})
+    estimate(taught, "r", find("h100x8"), config=CONFIG)
+    assert asked == ["of/nobody"]
+
+
 def test_a_teacher_is_counted_whole_on_each_device_with_its_pass() -> None:
     """Qwen3 8B: 8.19 billion parameters in 16 bits, or its layers in 4; the student may be sharded, it is not."""
     name, alone = "qwen3_0_6b_distill_from_8b", ["objective=sft", "~distillation.teacher"]

@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from arithmetic import recipe
 from ranks import Ranks
 
+from toolkit.distributed.layout import batch_layout
 from toolkit.planner.hardware import find, this_machine
-from toolkit.planner.hardware.calibrate import calibrate
-from toolkit.planner.hardware.calibration import describe, load
+from toolkit.planner.hardware.calibrate import calibrate, sent
+from toolkit.planner.hardware.calibration import Calibration, calibrated, describe, load
+from toolkit.planner.speed.communication import NETWORK, inner_link, link_rate, transfers
+from toolkit.planner.trace.types import Amount, Tensors, Trace
+from toolkit.planner.workload import WIDTH, Workload
 
 MODEL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 # As `torchrun -m toolkit.planner.hardware.calibrate` runs it.
@@ -95,3 +100,35 @@ def test_several_processes_add_what_passes_between_them(stored: Path, ranks: Ran
     assert after.processes == 2 and after.link is not None and after.link[0] > 1e6
     assert after.layers["fp32"].matmul == before["layers"]["fp32"]["matmul"]
     assert "all-reduce of 2" in done.stdout
+
+
+def test_each_node_keeps_what_was_measured_between_nodes(stored: Path, ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "launched.py").write_text(
+        "import os\n"
+        f"os.environ['TOOLKIT_CACHE'] = {str(tmp_path)!r} + '/' + os.environ['RANK']\n"
+        "os.environ |= {'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}\n" + LAUNCHED
+    )
+    done = ranks.run(tmp_path, processes=2, entry="launched")
+    assert done.returncode == 0, done.stderr
+    first, second = (load(tmp_path / node / "calibration" / stored.name) for node in "01")
+    assert first.network is not None and first.network == second.network
+
+
+@pytest.mark.parametrize("devices", ["h200x8x2", "h200x8x4", "h200x1x4", "h200x8"])
+def test_a_plan_takes_as_long_for_an_all_reduce_as_was_measured(devices: str) -> None:
+    hardware, measured = find(devices), 0.01
+    workload = Workload(
+        recipe(batch={"global_batch_size": 64}),
+        batch_layout(recipe(batch={"global_batch_size": 64}), hardware.devices),
+        hardware,
+        Trace(1, (Tensors("layer", (2**20, 2**8), 1, True, "base"),), (), {}, Amount(), 0, None),
+    )
+    (gradients,) = transfers(workload, 0, 0, 0)
+    size = 2**28 * WIDTH[workload.types.local]
+    rate = sent(size, hardware.devices, hardware.devices_per_node) / measured
+    over = "network" if hardware.nodes > 1 else "link"
+    figures = Calibration(
+        device="h200", title="H200", processes=hardware.devices, date="today", versions={}, **{over: [rate, rate, rate]}
+    )
+    name = NETWORK if hardware.nodes > 1 else inner_link(hardware)
+    assert gradients.sent[name] / link_rate(name, calibrated(hardware, figures)) == pytest.approx(measured)

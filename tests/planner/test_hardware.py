@@ -400,6 +400,23 @@ def test_gpus_are_known_by_their_drivers_name(driver, monkeypatch: pytest.Monkey
     assert this_machine().device.kind == "cpu"
 
 
+def test_all_gpus_of_a_machine_have_no_more_of_its_host_than_some(driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(*["NVIDIA H200"] * 4)
+    whole = this_machine()
+    assert whole.node_of(4) == whole.node and whole.node_of(8).ram == 2 * whole.node.ram
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    one = this_machine()
+    assert one.node.ram == whole.node.ram
+    assert [one.node_of(count).ram for count in (1, 2, 4, 8)] == [one.node.ram] * 3 + [2 * one.node.ram]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    two = this_machine()
+    assert [two.node_of(count).ram for count in (1, 2, 4, 8)] == [
+        two.node.ram // 2,
+        *[two.node.ram] * 2,
+        2 * two.node.ram,
+    ]
+
+
 def test_variables_are_read_anew_where_a_library_has_replaced_the_environment(driver, monkeypatch) -> None:
     """Datasets does so when it maps with several processes."""
     driver("NVIDIA H200", "NVIDIA H200")

@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 from arithmetic import recipe
+from transformers import TrainingArguments
 
 from toolkit.distributed.layout import batch_layout
 from toolkit.planner.hardware import find
-from toolkit.planner.memory.states import States, moment_bytes, states, stored_bytes, whole_model
+from toolkit.planner.memory.states import States, moment_bytes, paged_bytes, states, stored_bytes, whole_model
 from toolkit.planner.trace.types import Amount, Tensors, Trace
 from toolkit.planner.workload import WIDTH, Workload
 from toolkit.recipe.optimizers import OPTIMIZERS
@@ -103,6 +104,54 @@ def test_torchs_optimizers_hold_what_is_stated(name):
     optimizer.step()
     held = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.ndim]
     assert sum(each.nbytes for each in held) == moment_bytes(_optimizer(name), (64, 128), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("adamw", {"amsgrad": True}),
+        ("rmsprop", {"centered": True}),
+        ("rmsprop", {"momentum": 0.9}),
+        ("rmsprop", {"momentum": 0.9, "centered": True}),
+        ("rmsprop", {"momentum": 0.0, "centered": False}),
+        ("adafactor", {"beta1": 0.9}),
+        ("adamw_8bit", {"optim_bits": 32}),
+        ("adamw_8bit", {"amsgrad": True}),
+        ("adamw_8bit", {"min_8bit_size": 10_000}),
+        ("lion", {"optim_bits": 8}),
+        ("ademamix", {"optim_bits": 8}),
+        ("rmsprop_bnb_8bit", {"momentum": 0.9}),
+    ],
+    ids=str,
+)
+def test_optimizers_hold_what_their_arguments_add(name, args):
+    """With `amsgrad`, say, a plan of AdamW's two moments would have a run that does not fit begin."""
+    import bitsandbytes as bnb
+
+    from toolkit.train.optimizer import optimizer_class
+
+    bnb.optim.GlobalOptimManager.get_instance().initialize()
+    wanted = recipe(optimizer={"name": name, "args": args})
+    optim = wanted.optimizer.traits.transformers_name or name
+    arguments = TrainingArguments(output_dir="unused", use_cpu=True, optim=optim, learning_rate=1e-3)
+    parameter = torch.nn.Parameter(torch.zeros(64, 128))
+    kind, keywords = optimizer_class(wanted, arguments, torch.nn.Module())
+    optimizer = kind([parameter], **keywords)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter].items()
+    held = {key: value for key, value in state if torch.is_tensor(value) and value.ndim and not key.startswith("qmap")}
+    assert sum(value.nbytes for value in held.values()) == moment_bytes(wanted.optimizer, (64, 128))
+
+
+def test_paging_is_an_argument_too():
+    shape = (1024, 1024)
+    sizes = {
+        (name, paged): paged_bytes(_optimizer(name, args={"is_paged": paged}), shape) > 0
+        for name in ("adamw_8bit", "paged_adamw_8bit")
+        for paged in (True, False)
+    }
+    assert sizes == {key: key[1] for key in sizes}
 
 
 def test_muon_holds_one_momentum_for_a_matrix_of_a_layer_and_two_moments_for_the_rest():

@@ -11,6 +11,7 @@ from harness import write_recipe
 from toolkit.recipe import RecipeError, load
 from toolkit.recipe.dotted import inline
 from toolkit.recipe.rules import check
+from toolkit.recipe.show import with_origins
 
 ADDED = [(2, "<eos>"), (9, "<tool>"), (5, "str"), (10, "</tool>")]
 RIGHT = 'model.new_tokens=["<tool>", "str", "</tool>"]'
@@ -63,6 +64,13 @@ def test_tokens_of_embeddings_that_are_trained_whole_are_those_of_the_adapters_o
     load("small")
 
 
+@pytest.mark.parametrize("own", ["seed: 1", "model: word", "model: {path: a, new_tokens: null}", "model: [", "- a", ""])
+def test_a_users_own_recipe_beside_an_adapter_says_nothing_of_it(adapter: Path, own: str) -> None:
+    configure(adapter, modules_to_save=["embed_tokens"])
+    (adapter.parent / "recipe.yaml").write_text(own, encoding="utf-8")
+    assert load("small").recipe.model.new_tokens == []
+
+
 def test_what_a_recipe_leaves_out_is_the_adapters(adapter: Path) -> None:
     configure(adapter)
     loaded = load("small")
@@ -77,6 +85,17 @@ def test_what_a_recipe_leaves_out_is_the_adapters(adapter: Path) -> None:
     assert method.use_rslora and method.use_dora and method.layers_to_transform == [3]
     assert method.target_modules == "all-linear" and method.modules_to_save == ["lm_head"]
     assert (method.rank_pattern, method.alpha_pattern) == ({"down_proj": 8}, {"down_proj": 16})
+
+
+def test_a_recipe_that_only_its_adapter_makes_one_of_adapters_trains_at_their_rate(adapter: Path) -> None:
+    configure(adapter)
+    loaded = load("small")
+    assert loaded.recipe.optimizer.learning_rate == load("small", ["method=lora"]).recipe.optimizer.learning_rate
+    assert "learning_rate: 0.0002" in loaded.to_yaml() and "# default of adapters" in with_origins(loaded)
+    rates = [load("small", [f"learning_rate={rate}"]).recipe.optimizer.learning_rate for rate in (2e-5, 3e-3)]
+    assert rates == [2e-5, 3e-3]
+    preferring = load("small", ["objective=dpo"])
+    assert preferring.recipe.optimizer.learning_rate == 1e-5 and "# default of dpo" in with_origins(preferring)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.cli.main import main as toolkit_main
 from toolkit.recipe import RecipeError, load
-from toolkit.recipe.hydra_habits import Usage, refuse_flags
+from toolkit.recipe.hydra_habits import Usage, refuse_flags, swept_values
 from toolkit.recipe.schema import leaf_paths
 from toolkit.recipe.show import keys_text
 from toolkit.train.main import main as run_main
@@ -57,6 +57,26 @@ def test_the_answer_to_a_multirun_trains_every_combination(
     program, *typed = shlex.split(line)
     assert program == "toolkit" and toolkit_main([*typed, "--print"]) == 0
     assert len(set(capsys.readouterr().out.splitlines())) == count
+
+
+@pytest.mark.parametrize(
+    ("argument", "values"),
+    [
+        ("seed=shuffle(1,2,3)", ["1", "2", "3"]),
+        ("seed=shuffle(choice(1,2))", ["1", "2"]),
+        ("seed=sort(3,1,2)", ["1", "2", "3"]),
+        ("seed=int(1,2)", ["1", "2"]),
+        ("seed=int(1.0),int(2.0)", ["int(1.0)", "int(2.0)"]),
+        ("seed=tag(x,choice(1,2))", ["1", "2"]),
+        ("learning_rate=1e-3, 2e-4", ["1e-3", "2e-4"]),
+        ("learning_rate=choice(1e-3,2e-4)", ["1e-3", "2e-4"]),
+        ("lora_target=[[a,b],[c]],[d]", ["[[a,b],[c]]", "[d]"]),
+        ("optimizer.args={a:{b:1,c:2}},{}", ["{a:{b:1,c:2}}", "{}"]),
+        ("description='a,b','c'", ["'a,b'", "'c'"]),
+    ],
+)
+def test_values_are_told_apart_as_hydra_does(argument: str, values: list[str]) -> None:
+    assert swept_values(argument) == values
 
 
 @pytest.mark.parametrize("argument", ["seq_len=glob(*)", "learning_rate=interval(1e-5,1e-3)"])

@@ -13,7 +13,7 @@ from recipes import write
 from toolkit.recipe import Recipe, RecipeError, load
 from toolkit.recipe.dotted import inline, typed
 from toolkit.recipe.files import options, shipped_recipes
-from toolkit.recipe.other_tools import translated_keys, translation
+from toolkit.recipe.other_tools import habit, translated_keys, translation
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.schema import leaf_paths, sections
 
@@ -329,6 +329,37 @@ def _applied(answer: str) -> None:
     section, _, key = path.partition(".")
     write("mine", f"defaults: smollm2_135m_lora_demo\n{inline({section: {key: value} if key else value})[1:-1]}\n")
     assert load_checked("mine", context).recipe == by_word, answer
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "answer"),
+    [
+        ("pipeline_parallel_size", 2, "write parallel.pipeline: 2"),
+        ("expert_parallel_size", 4, "write parallel.expert: 4"),
+        ("group_by_length", True, "remove it: rows of like length share a micro-batch anyway"),
+        ("group_by_length", False, "remove it"),
+    ],
+)
+def test_what_exists_here_is_not_denied(key: str, given: Any, answer: str) -> None:
+    assert translation(key, given, str(given)) == answer
+    assert "parallel.pipeline" in habit("strategy", "pp")
+
+
+@pytest.mark.parametrize(
+    ("argument", "written"),
+    [
+        ("lora_target=*_proj", "method.target_modules=['*_proj']"),
+        ('lora_target="@a, *b"', "method.target_modules=['@a', '*b']"),
+        ("val_dataset=@x", "data.eval_sources=['@x']"),
+        ("neftune_noise_alpha=*x", "extra={training_arguments: {neftune_noise_alpha: '*x'}}"),
+        ("batch.path=@x", ""),
+    ],
+)
+def test_what_is_typed_without_being_yaml_is_quoted(mine: Path, argument: str, written: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_checked("mine", [argument])
+    (problem,) = caught.value.problems
+    assert written in " ".join(shlex.split(problem.hint)), problem.hint
 
 
 def test_an_empty_value_says_nothing() -> None:

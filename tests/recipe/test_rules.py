@@ -15,7 +15,7 @@ import pytest
 from rule_cases import CASES
 
 from recipes import BASE
-from toolkit.recipe import Recipe, RecipeError
+from toolkit.recipe import Recipe, RecipeError, load, model_configs
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.rules import RULES, check, load_checked, warnings_of_length
 from toolkit.recipe.rules.distillation import DISTILLATION_RULES
@@ -157,6 +157,45 @@ def test_whatever_a_message_offers_ends_what_it_is_about() -> None:
             left += [(rule, keys) for text in broken_by((*breaks, *keys)) if text.startswith(reason)]
     assert not left, left
     assert taken > 300
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "offered", "offers"),
+    [
+        *(
+            ([f"objective={objective}", f"parallel.{way}=2"], f"parallel.{way}", "parallel.tensor", can)
+            for way in ("sequence", "context", "pipeline")
+            for objective, can in (("dpo", True), ("kto", True), ("reward", False), ("grpo", False), ("rloo", False))
+        ),
+        (["model.dtype=fp16"], "model.dtype", "precision=", False),
+        (["model.dtype=bf16"], "model.dtype", "precision=", True),
+    ],
+)
+def test_no_message_offers_what_another_rule_refuses(
+    overrides: list[str], path: str, offered: str, offers: bool
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_checked("mine", ["data.packing=false", *overrides])
+    hints = [problem.hint for problem in caught.value.problems if problem.path == path and "remove" in problem.hint]
+    assert hints and any(offered in hint for hint in hints) is offers, hints
+
+
+def test_tokenizers_of_student_and_teacher_are_compared_once_until_one_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan checks dozens of settings, and vocabularies have 150,000 tokens."""
+    compared = []
+    apart = model_configs.apart
+    monkeypatch.setattr(model_configs, "apart", lambda *both: compared.append(both) or apart(*both))
+    file, same = Path("renamed/tokenizer.json"), Path("resized/tokenizer.json").read_text()
+    other = file.read_text()
+    file.unlink()  # It is linked to that of all tests.
+    file.write_text(other)
+    taught = load("mine", ["objective=distillation", "model=renamed", "distillation.teacher.path=resized"]).recipe
+    assert [problem.path for _ in range(3) for problem in check(taught)].count("distillation.teacher.path") == 3
+    assert len(compared) == 1
+    file.write_text(same)
+    assert "distillation.teacher.path" not in [problem.path for problem in check(taught)]
 
 
 def test_every_rule_has_a_case_and_names_are_unique() -> None:

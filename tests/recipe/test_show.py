@@ -35,6 +35,11 @@ def test_shown_recipe_is_yaml_with_the_same_values_and_an_origin_on_every_line()
         (["method=full"], "default"),
         (["method=lora"], "default of adapters"),
         (["method=lora", "learning_rate=1e-3"], "command line"),
+        (["method=full", "objective=dpo"], "default of dpo"),
+        (["method=lora", "objective=grpo"], "default of grpo"),
+        # A model that scores learns as fast as one that writes.
+        (["method=full", "objective=reward"], "default"),
+        (["method=lora", "objective=reward"], "default of adapters"),
     ],
     ids=str,
 )

@@ -21,6 +21,17 @@ def test_the_page_needs_nothing_from_outside_and_shows_no_markup_of_others(rows:
     assert "b" not in page.tags or "<b style" in html
 
 
+def test_what_is_not_known_of_a_plan_leaves_its_cell_empty() -> None:
+    """The price of a million tokens of an endless plan is not what another one costs."""
+    work = FITS.work.model_dump() | {"total_seconds": None, "cost": None, "cost_per_million_tokens": 0.25}
+    html = plan_page([FITS, FITS.model_copy(update={"work": type(FITS.work).model_validate(work)})])
+    table = html.partition("<h2>Figures</h2>")[2].partition("</table>")[0]
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", table.partition("</tr>")[0])
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)[1:]]
+    cells = [dict(zip(heads[-len(row) :], row, strict=True)) for row in rows]
+    assert [(each["costs"], each["cost/1M"]) for each in cells] == [("6.10", ""), ("", "0.25")]
+
+
 def test_the_pages_bars_and_line_stand_at_the_same_scale() -> None:
     html = plan_page([FITS, TIGHT, TOO_LARGE])
     tracks = re.findall(r'<div class="track".*?</div>', html, flags=re.DOTALL)

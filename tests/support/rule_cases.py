@@ -166,6 +166,7 @@ CASES = [
     ("fp8-nothing", ["precision=pure_fp8", "model=gpt2_xl", "batch.seq_len=128"], ["precision=pure_bf16"]),
     ("full-low-masters", ["model.dtype=bf16"], ["~model.dtype"]),
     ("full-low-masters", ["model.dtype=bf16"], ["precision=pure_bf16"]),
+    ("full-low-masters", ["model.dtype=fp16"], ["~model.dtype"]),
     ("full-low-masters", ["model.dtype=bf16", "precision=fp8", "model=a/b"], ["precision=pure_fp8"]),
     ("pure-bf16-dtype", [LORA, "precision=pure_bf16", "model.dtype=fp32"], ["~model.dtype"]),
     ("pure-bf16-dtype", [LORA, "precision=pure_bf16", "model.dtype=fp32"], ["precision=bf16"]),

@@ -54,7 +54,8 @@ def collect() -> dict[str, Any]:
         | _tried("nccl", _nccl),
         "places": _places(),
     }
-    problems += [f"{name}: {state}" for name, state in sections["libraries"].items() if state.startswith("fails")]
+    tried = {**sections["devices"], **sections["attention"], **sections["libraries"]}
+    problems += [f"{name}: {state}" for name, state in tried.items() if state.startswith("fails")]
     return sections | {"problems": problems}
 
 
@@ -117,7 +118,8 @@ def _devices() -> dict[str, str]:
         properties = torch.cuda.get_device_properties(index)
         generation = f"{'gfx ' if torch.version.hip else 'capability '}{properties.major}.{properties.minor}"
         devices[f"cuda:{index}"] = f"{properties.name}, {_gib(properties.total_memory)}, {generation}"
-    devices["kernels"] = device.without_kernels() or "ok"
+    lacks = device.without_kernels()
+    devices["kernels"] = f"fails: {lacks}" if lacks else "ok"
     devices["precision"] = "bf16" if device.has_bf16() else "no bf16: set precision=fp16"
     devices["tf32"] = "used for fp32 products" if device.has_tf32() else "none, fp32 products are exact"
     return devices

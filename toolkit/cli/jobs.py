@@ -110,6 +110,8 @@ def train(
     told, looked, stopped = set[Path](), time.monotonic(), 0
     while True:
         while free and not (group.stopped or stopped) and (trial := next(trials, None)):
+            if group.stopped:  # While it was chosen.
+                break
             began(trial)
             running.append((share := free.pop(0), trial, _start(group, trial, share, len(places) > 1)))
         if not running:

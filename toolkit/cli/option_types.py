@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from toolkit.files import is_stream, not_writable, too_long
+from toolkit.recipe.dotted import split_outside
 
 
 def count(text: str, least: int = 0, most: int = sys.maxsize) -> int:
@@ -135,21 +136,3 @@ def values_of_key(text: str) -> tuple[str, list[str]]:
     if not key or not equals or not all(values):
         raise argparse.ArgumentTypeError(f"{text} is not KEY=V1,V2,… such as seq_len=2048,4096")
     return key, values
-
-
-def split_outside(text: str, separators: str) -> list[str]:
-    """Splits at characters outside brackets and quotes."""
-    parts, depth, quote, start = [], 0, "", 0
-    for index, character in enumerate(text):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character in "[{(":
-            depth += 1
-        elif character in ")}]":
-            depth -= 1
-        elif character in separators and depth == 0:
-            parts.append(text[start:index])
-            start = index + 1
-    return [*parts, text[start:]]

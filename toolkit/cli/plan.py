@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit.cli.local_data import local_problems, row_lengths
-from toolkit.cli.option_types import split_outside
 from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_engine
 from toolkit.distributed.launcher import check_launch
@@ -17,6 +16,7 @@ from toolkit.planner.build import config_of, estimate, estimate_layouts
 from toolkit.planner.hardware import Hardware, find, once_measured, this_machine
 from toolkit.planner.plan import Plan, Refused
 from toolkit.recipe import Loaded, Recipe, load, split_arguments
+from toolkit.recipe.dotted import split_outside
 from toolkit.recipe.problem import warn
 from toolkit.recipe.rules import check, load_checked
 

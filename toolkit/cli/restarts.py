@@ -84,13 +84,16 @@ class Group:
     def __init__(self) -> None:
         self.stopped = 0
         self._running: list[subprocess.Popen[bytes]] = []
+        self._told: set[subprocess.Popen[bytes]] = set()
         for number in _SIGNALS:
             # `nohup` has SIGHUP ignored, also by what is started.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._stop)
 
     def run(self, line: Sequence[str], variables: dict[str, str], restarts: int) -> int:
-        """The exit code of a launcher, as shells count it."""
+        """The exit code of a launcher, as shells count it; that of a stop, if it came before the start."""
+        if self.stopped:
+            return self.stopped
         process = self.start(line, variables, restarts)
         status = process.wait()
         self.forget(process)
@@ -108,17 +111,21 @@ class Group:
         environment = {**os.environ, **variables, "TOOLKIT_RESTARTS": str(restarts)}
         process = subprocess.Popen(line, env=environment, preexec_fn=end_with_parent, **streams)
         self._running.append(process)
+        if self.stopped and process not in self._told:  # It was stopped while it came into being.
+            process.send_signal(self.stopped - 128)
         return process
 
     def forget(self, process: subprocess.Popen[bytes]) -> None:
         """Forgets a process that has ended."""
         self._running.remove(process)
+        self._told.discard(process)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped = 128 + number
         # A terminal sends Ctrl-C to all of its processes itself.
         if number != signal.SIGINT:
             for process in self._running:
+                self._told.add(process)
                 process.send_signal(number)
 
 
@@ -127,7 +134,7 @@ def _may_pass(status: int) -> bool:
 
 
 def _reason(folder: Path, status: int) -> str:
-    if status > 128:
+    if status - 128 in {*signal.Signals}:  # 255 is what ssh ends with, and `exit -1`.
         return f"a process was ended by {signal.Signals(status - 128).name}"
     manifest = read_manifest(folder)[0]
     told = (manifest.error or "").splitlines()

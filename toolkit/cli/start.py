@@ -50,7 +50,13 @@ def _by_itself(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if not _ignored(number):
             signal.signal(number, lambda number, frame: training.send_signal(number))
-    return _ended("the training", training.wait())
+    try:
+        return _ended("the training", training.wait())
+    except KeyboardInterrupt:
+        # Without a terminal's foreground the training heard Ctrl-C too, or not; it counts both as one.
+        training.send_signal(signal.SIGTERM)
+        status = training.wait()
+        return status if status >= 0 else 128 + signal.SIGINT
 
 
 def _with_accelerate(arguments: Sequence[str]) -> int:
@@ -106,7 +112,8 @@ def _ended(who: str, status: int) -> int:
     """The exit code, as shells count it, of a process that ended with this status."""
     if status >= 0:
         return status
-    name = signal.Signals(-status).name
+    # Most real-time signals have no name.
+    name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
     change = _KILLED if name in ("SIGKILL", "SIGTERM") else _CRASHED
     print(f"error: {who} was ended by {name}\n  {change}", file=sys.stderr)
     return 128 - status

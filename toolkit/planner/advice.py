@@ -180,10 +180,13 @@ def _with_devices(recipe: Recipe, hardware: Hardware, estimate: Estimate, count:
     nodes, rest = divmod(count, inside)
     if rest:
         return []
-    part = hardware.node.part(inside / hardware.devices_per_node)
     sizes = f"x{inside}" * (count > 1) + f"x{nodes}" * (nodes > 1)
     other = dataclasses.replace(
-        hardware, name=hardware.device.name + sizes, node=part, devices_per_node=inside, nodes=nodes
+        hardware,
+        name=hardware.device.name + sizes,
+        node=hardware.node_of(inside),
+        devices_per_node=inside,
+        nodes=nodes,
     )
     try:
         explored = explore(recipe, other, estimate, FREE)

@@ -65,10 +65,10 @@ class Memory(Figures):
     """Bytes on one device of one kind of rank."""
 
     ranks: str
-    """The ranks that hold this much: `every rank`, `rank 0` or `other ranks`."""
+    """The ranks that hold this much: `every rank`, `rank 0`, `other ranks`, or `process N of M of each pipeline`."""
     phases: dict[str, dict[str, int]]
-    """Phase (load, teacher, forward, backward, step, evaluation, save, resume) to part to bytes, at the phase's own
-    peak. Parts that hold nothing are left out."""
+    """Phase (load, generation, teacher, forward, backward, step, evaluation, save, resume) to part to bytes, at the
+    phase's own peak. Parts that hold nothing are left out."""
     peak_phase: str
     """The phase with the largest sum."""
     allocated: int
@@ -169,7 +169,8 @@ class Work(Figures):
     tokens: float | None
     """Tokens that pass through the model in all steps."""
     tokens_from: Literal["counted", "sampled", "upper bound"]
-    """Where tokens come from: `counted` in prepared data, or an `upper bound` for which full sequences are assumed."""
+    """Where tokens come from: `counted` in prepared data, `sampled` from some of its rows, or an `upper bound` for
+    which full sequences are assumed."""
     model_flops_per_step: float
     """FLOPs of an optimizer step as traced: forward and backward, over all ranks, without recomputation; causal
     attention counted half."""
@@ -222,7 +223,7 @@ class Work(Figures):
     cost: float | None
     """Price of the run, in the currency of the price per GPU-hour that was given."""
     cost_per_million_tokens: float | None = None
-    """Price of a million trained tokens, which needs no length of the run."""
+    """Price of a million tokens that pass through the model in training, which needs no length of the run."""
     energy_kwh: float | None = None
     """Kilowatt-hours of the run at the devices' power limit; hosts and cooling are not counted."""
     co2_kg: float | None = None
@@ -303,9 +304,9 @@ class Plan(Figures):
     gradient_accumulation_steps: int
     """Micro-batches per optimizer step."""
     global_batch_size: int
-    """Rows per optimizer step: sequences, or pairs of answers."""
+    """Rows per optimizer step: sequences, pairs of answers, prompts, or texts that belong together."""
     answers: int = 1
-    """Sequences of a row: 2 of a pair of answers."""
+    """Sequences of a row: 2 of a pair of answers, the answers to a prompt, or texts that belong together or not."""
     texts: bool = False
     """Whether these are texts that belong together."""
     seq_len: int

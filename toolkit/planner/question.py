@@ -45,6 +45,7 @@ class Question:
     statistics: DataStatistics | None
     tracing: Tracing
     context: int | None = None
+    _teachers: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def plan(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
         """See `search.Estimate`."""
@@ -177,7 +178,7 @@ class Question:
         teaches = of_teacher(recipe)
         if teaches is None:
             return None
-        config = config_of(teaches)
+        config = self._config_of(teaches)
         setting = setting_of(teaches, config, hardware.device.kind, backend, fullest)
         trace = store.obtain(setting, self.tracing) if traces else store.find(setting)
         trace = trace or store.find(setting.in_bf16())
@@ -196,8 +197,15 @@ class Question:
 
     def _attention(self, recipe: Recipe, hardware: Hardware) -> tuple[str, str]:
         teaches = of_teacher(recipe)
-        taught_by = config_of(teaches) if teaches else None
+        taught_by = self._config_of(teaches) if teaches else None
         return kernels.backend(recipe, hardware, self.config, self.statistics, taught_by)
+
+    def _config_of(self, teaches: Recipe) -> Mapping[str, Any]:
+        """Of a teacher, which each setting asks for; that in a GGUF file takes a process a second to read."""
+        model = teaches.model.model_copy(update={"attention": "auto"}).model_dump_json()
+        if model not in self._teachers:
+            self._teachers[model] = config_of(teaches)
+        return self._teachers[model]
 
     def _backend(self, recipe: Recipe, hardware: Hardware) -> str:
         return self._attention(recipe, hardware)[0]

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from toolkit.common import UserError, brief, concealed
 from toolkit.recipe.config_limits import MARKED, has_mark
+from toolkit.recipe.dotted import value_at
 from toolkit.recipe.errors import Origins, as_text, origin_of
 from toolkit.recipe.files import read
 from toolkit.recipe.libraries import PASSED
@@ -93,7 +94,11 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
             problems.append(problem(key, what, as_text(given), f"remove {key}, or set it to that"))
     if extra is not recipe.extra.lora:
         taken["extra.lora"] = extra
-    return recipe.with_values(taken), dict.fromkeys(taken, str(folder / _FILE)), problems
+    started = recipe.with_values(taken)
+    if "learning_rate" not in recipe.optimizer.model_fields_set:
+        # The default was chosen before the recipe was known to be one of adapters.
+        started = started.with_values({"optimizer.learning_rate": started.default_learning_rate})
+    return started, dict.fromkeys(taken, str(folder / _FILE)), problems
 
 
 def _check(config: Any, method: Method) -> None:
@@ -125,12 +130,16 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _begun(folder: Path) -> str:
-    """How an adapter began, where the recipe of its run says it; what lies there may be somebody's own recipe."""
+    """How an adapter began, where the recipe of its run says it."""
+    return _of_run(folder, "method", "init_lora_weights") or "default"
+
+
+def _of_run(folder: Path, section: str, key: str) -> Any:
+    """A value in the recipe of an adapter's run, or None; what lies there may be somebody's own recipe."""
     run = folder.parent / "recipe.yaml"
-    method: Any = None
     with suppress(UserError):
-        method = read(run).values.get("method") if run.is_file() else None
-    return method.get("init_lora_weights", "default") if isinstance(method, dict) else "default"
+        return value_at(read(run).values, [section, key]) if run.is_file() else None
+    return None
 
 
 def _tokens(folder: Path, config: Mapping[str, Any]) -> list[str | None]:
@@ -139,10 +148,9 @@ def _tokens(folder: Path, config: Mapping[str, Any]) -> list[str | None]:
     Embeddings that are trained whole do not say which of their rows are new. The recipe of their run does.
     """
     rows = config.get("trainable_token_indices") or []
-    run = folder.parent / "recipe.yaml"
-    if not rows and config.get("modules_to_save") and run.is_file():
-        values: Any = read(run).values
-        return list(values["model"].get("new_tokens", []))
+    if not rows and config.get("modules_to_save"):
+        tokens = _of_run(folder, "model", "new_tokens")
+        return tokens if isinstance(tokens, list) else []
     ids = next(iter(rows.values())) if isinstance(rows, dict) else rows
     names: dict[int, str] = {}
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):

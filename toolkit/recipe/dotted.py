@@ -51,10 +51,37 @@ def remove(data: Any, path: str) -> bool:
     return isinstance(data, dict) and data.pop(last, data) is not data
 
 
+def split_outside(text: str, separators: str) -> list[str]:
+    """Splits at characters outside brackets and quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for index, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in ")}]":
+            depth -= 1
+        elif character in separators and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [*parts, text[start:]]
+
+
 def inline(value: Any) -> str:
     """A value as YAML in one line."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def in_yaml(text: str, value: Any) -> str:
+    """A value as it was written, or written anew where that is no YAML: `*_proj` and `@x` need quotes."""
+    try:
+        yaml.safe_load(f"[{text}]")
+    except yaml.YAMLError:
+        return inline(value)
+    return text
 
 
 def typed(change: str) -> str:
@@ -64,7 +91,7 @@ def typed(change: str) -> str:
     match = re.fullmatch(r"write (?P<key>[a-z_]\w*(\.[a-z_]\w*)*): (?P<text>.+)", change)
     if not match or " or " in change:
         return change
-    value = yaml.safe_load(match["text"])
+    value = yaml.safe_load(in_yaml(match["text"], match["text"]))
     return f"write {shlex.quote(match['key'] + '=' + (value if isinstance(value, str) else _typed(value)))}"
 
 

@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
 
 from toolkit.common import UserError
+from toolkit.recipe.dotted import split_outside
 
 _SHOW = "`toolkit show {rest}` prints the recipe with the origin of every value"
 _FLAGS = {
@@ -41,7 +42,8 @@ _SETTINGS = {
 }
 
 
-_VALUE = re.compile(r"""(?:\[[^\]]*\]|\{[^}]*\}|'[^']*'|"[^"]*"|[^,])+""")
+_IN_ANY_ORDER = re.compile(r"(?:choice|shuffle)\((.*)\)")
+_FUNCTION = re.compile(r"(?:sort|tag|int|float|str|bool|json_str)\(")
 UNSUPPORTED = "glob(…) and interval(…) stand for no list of values"
 
 
@@ -93,7 +95,11 @@ def swept_values(argument: str) -> list[str] | None:
     if not parsed.is_choice_sweep() or text.startswith("glob("):
         return None
     # As they were typed: Hydra would make 0.001 of 1e-3.
-    return [value.strip() for value in _VALUE.findall(re.sub(r"^choice\((.*)\)$", r"\1", text))]
+    while len(values := split_outside(text, ",")) == 1 and (inner := _IN_ANY_ORDER.fullmatch(text)):
+        text = inner[1].strip()
+    if len(values) == 1 and _FUNCTION.match(text):
+        return list(parsed.sweep_string_iterator())
+    return [value.strip() for value in values]
 
 
 @dataclass(frozen=True)

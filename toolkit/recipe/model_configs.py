@@ -312,10 +312,9 @@ def without_embedding(model: Model, config: Mapping[str, Any]) -> tuple[list[str
     return own, [token for token, number in added.items() if number >= size]
 
 
-def vocabulary(model: Model) -> dict[str, int]:
-    """Every token of a recipe's tokenizer with its number, as far as its `tokenizer.json` is on this disk."""
-    file = tokenizer_file(model)
-    added, own = _tokens(file, file.stat().st_mtime_ns) if file else ({}, {})
+def vocabulary(file: Path, modified: int) -> dict[str, int]:
+    """Every token of a `tokenizer.json` with its number; empty if it is none."""
+    added, own = _tokens(file, modified)
     return own | added
 
 

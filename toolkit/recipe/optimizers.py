@@ -6,7 +6,8 @@ Nothing here imports torch, so that recipes are checked at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -107,11 +108,13 @@ class Traits:
     """Tensors of a parameter's shape that it keeps for it."""
     bits: Literal[4, 8, 32] = 32
     """Bits of an element of a moment. With 8 and 4 bits each block of elements has a scale."""
+    smallest: int = 4096
+    """The fewest elements of a parameter whose moments have so few bits."""
     unpaged: str = ""
     """For bitsandbytes' paged optimizers, whose state is in memory that host and device share: the same with its state
     on the device."""
     factored: bool = False
-    """Whether the second moment is stored as sums over rows and columns (Shazeer & Stern 2018)."""
+    """Whether the second moment is stored as sums over rows and columns (Shazeer & Stern 2018), beside `moments`."""
     rank: int = 0
     """Rank to which gradients of matrices are projected (GaLore: Zhao et al. 2024; APOLLO: Zhu et al. 2024) unless
     `optimizer.args.rank` says otherwise: Transformers' default."""
@@ -137,6 +140,25 @@ class Traits:
     fsdp_alternative: str = ""
     """The optimizer most like it that FSDP can use; empty where FSDP can use this one. FSDP needs operations that torch
     supports on sharded tensors, with the results of whole ones."""
+
+    def given(self, args: Mapping[str, Any]) -> Traits:
+        """The same with entries of `optimizer.args`, of which some change what it keeps for a parameter."""
+        moments, bits = self.moments, args.get("optim_bits")
+        if (self.module, self.family) == ("torch", "adam"):
+            moments += args.get("amsgrad") is True
+        if (self.module, self.family) == ("torch", "rmsprop"):
+            moments += (args.get("centered") is True) + bool(args.get("momentum"))
+        if self.factored:
+            moments += args.get("beta1") is not None
+        if self.module != "bitsandbytes":
+            return replace(self, moments=moments)
+        paged, smallest = args.get("is_paged"), args.get("min_8bit_size")
+        return replace(
+            self,
+            bits=bits if bits in (8, 32) else self.bits,
+            smallest=smallest if isinstance(smallest, int) else self.smallest,
+            unpaged="" if paged is False else self.unpaged or (self.name if paged is True else ""),
+        )
 
     @property
     def reads(self) -> frozenset[str]:
@@ -270,6 +292,7 @@ OPTIMIZERS = {
             "adafactor",
             "adafactor",
             module="transformers",
+            moments=0,
             factored=True,
             copies=2,
             zero_alternative="adamw_8bit",
@@ -285,7 +308,7 @@ OPTIMIZERS = {
         _rmsprop("rmsprop_bnb_32bit"),
         _galore("galore_adamw", fsdp_alternative=""),
         _galore("galore_adamw_8bit", bits=8, gpu_only=True),
-        _galore("galore_adafactor", factored=True),
+        _galore("galore_adafactor", moments=0, factored=True),
         _galore("galore_adamw_layerwise", transformers_name="galore_adamw", layerwise=True),
         _galore(
             "galore_adamw_8bit_layerwise",
@@ -294,11 +317,17 @@ OPTIMIZERS = {
             gpu_only=True,
             layerwise=True,
         ),
-        _galore("galore_adafactor_layerwise", transformers_name="galore_adafactor", factored=True, layerwise=True),
+        _galore(
+            "galore_adafactor_layerwise",
+            transformers_name="galore_adafactor",
+            moments=0,
+            factored=True,
+            layerwise=True,
+        ),
         _apollo("apollo_adamw"),
         _apollo("apollo_adamw_layerwise", transformers_name="apollo_adamw", layerwise=True),
         _lomo("lomo", moments=0),
-        _lomo("adalomo", gpu_only=True, factored=True, copies=3, fsdp_alternative="lomo"),
+        _lomo("adalomo", gpu_only=True, moments=0, factored=True, copies=3, fsdp_alternative="lomo"),
         _foreach("grokadamw", "adam", module="grokadamw", package="grokadamw", moments=3),
         _foreach("stable_adamw", "adam", module="optimi", package="torch-optimi"),
         _schedule_free("schedule_free_radam"),

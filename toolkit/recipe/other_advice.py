@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 ENGINE = "set strategy.name: zero1, zero2 or zero3, with its offload_optimizer and offload_param"
-_LAUNCH = "remove it: processes are the launcher's, and strategy.name says what is sharded over them"
 _OPTION = "remove it: `toolkit launch` takes {}, and so do other launchers by names of their own"
 _OPTIONS = {
     "--gpus N": ("num_processes", "nproc_per_node", "num_gpus", "n_gpu"),
@@ -30,7 +29,7 @@ ADVICE = {
         ("ref_model", "ref_model_name_or_path", "dpo_ref_model", "ref_model_adapters"),
         "remove it: the reference is the model as it is before the first step",
     ),
-    **dict.fromkeys(("pipeline_parallel_size", "expert_parallel_size", "device_map"), _LAUNCH),
+    "device_map": "remove it: processes are the launcher's, and strategy.name says what is sharded over them",
     **{name: _OPTION.format(option) for option, names in _OPTIONS.items() for name in names},
     "config_file": "remove it: `toolkit launch` needs none, and `accelerate launch` takes one",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), _UPLOAD),
@@ -107,6 +106,7 @@ ADVICE = {
     "saves_per_epoch": "set checkpoint.save_epochs: 1 / {given}",
     "do_eval": "set data.eval_split for held-out rows",
     "do_train": "remove it: a recipe always trains",
+    "group_by_length": "remove it: rows of like length share a micro-batch anyway",
     "pad_to_sequence_len": "remove it: rows are padded to the longest of their micro-batch",
     "remove_unused_columns": "remove it: columns that no format has are not read",
     **{

@@ -265,7 +265,6 @@ BY_VALUE: dict[str, dict[str, str]] = {
     "flex_attention": {"true": "model.attention: flex"},
     "lora_target_linear": {"true": "method.target_modules: all-linear"},
     "zero_stage": _STAGES,
-    "group_by_length": {"true": "data.packing: true"},
     **{f"use_{name}": {"true": f"logging.trackers: [{name}]"} for name in ("wandb", "tensorboard", "mlflow")},
     "pissa_init": {"true": "method.init_lora_weights: pissa"},
     "disable_gradient_checkpointing": {"true": _CHECKPOINTING["false"], "false": _CHECKPOINTING["true"]},
@@ -284,7 +283,6 @@ is not listed is what a recipe does without the key."""
 
 OF_HARDWARE = ("co2_g_kwh", "ram_gib", "network_gbit_s", "power_w", "memory_gib", "tflops", "bandwidth_gb_s")
 _GATHERS = "set parallel.context to the number of devices that share a row and gather its keys and values"
-_NO_STAGES = "set strategy.name to zero3 or fsdp: stages of a model are not split over devices"
 _NO_EVALUATION = "set data.eval_split: null and evaluation.num_prompts: 0, and leave out its other keys"
 HABITS: dict[str, dict[str, str]] = {
     "activation_checkpointing": _CHECKPOINTING,
@@ -302,7 +300,9 @@ HABITS: dict[str, dict[str, str]] = {
             ("tp", "tensor_parallel", "megatron"), "set parallel.tensor to the devices that divide a layer"
         ),
         **dict.fromkeys(("ep", "expert_parallel"), "set parallel.expert to the devices that divide the experts"),
-        "pp": _NO_STAGES,
+        **dict.fromkeys(
+            ("pp", "pipeline", "pipeline_parallel"), "set parallel.pipeline to the devices that have layers each"
+        ),
         **dict.fromkeys(("sp", "ulysses"), "set parallel.sequence to the number of devices that share a row"),
         **dict.fromkeys(("cp", "ring_attention", "ring"), _GATHERS),
     },

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from toolkit.recipe.data import FORMATS
-from toolkit.recipe.dotted import inline
+from toolkit.recipe.dotted import in_yaml, inline
 from toolkit.recipe.libraries import PASSED
 from toolkit.recipe.other_advice import ADVICE
 from toolkit.recipe.other_names import (
@@ -49,7 +49,7 @@ def translation(key: str, given: Any, text: str) -> str:
     """
     if key.startswith("_"):  # Hydra's `_target_`, torchtune's `_component_`.
         return ""
-    key = _BY_LETTERS.get(re.sub("[_-]", "", key).lower(), key)
+    key, text = _BY_LETTERS.get(re.sub("[_-]", "", key).lower(), key), in_yaml(text, given)
     if key in OF_HARDWARE:
         return f"write {key} of a device or its node into recipes/_hardware.yaml, see docs/hardware.md"
     key = "use_liger_kernel" if key.startswith("liger_") else key
@@ -117,7 +117,7 @@ def moved(place: str, given: Any, text: str) -> str:
     """What to write at a key of ours for a value that stood elsewhere."""
     if given is None:
         return "remove it: it is empty"
-    value = given
+    value, text = given, in_yaml(text, given)
     if answer := _of(VALUES.get(place, {}), given):
         if " " in answer:
             return answer
@@ -130,7 +130,7 @@ def moved(place: str, given: Any, text: str) -> str:
             return f"leave out {', '.join(sorted(left))}, which a source does not take, and write {place}: {text}"
     elif place in LISTS and isinstance(given, str) and given != "all-linear":
         value = [part.strip() for part in given.split(",")]
-        text = f"[{', '.join(value)}]"
+        text = in_yaml(f"[{', '.join(value)}]", value)
     named = place != "model.chat_template" or re.fullmatch(r"chatml|[^{\n]*[./][^{\n]*", str(value))
     if named and is_accepted(place, value):
         return f"write {place}: {text}"

@@ -31,6 +31,7 @@ from toolkit.recipe.preference import (
 from toolkit.recipe.reinforcement import REINFORCED, Policy, Rewards, Rollout
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
+    LEARNING_RATE,
     ActivationCheckpointing,
     Batch,
     Checkpoint,
@@ -162,13 +163,22 @@ class Recipe(Section):
     def _defaults_of_others(self) -> Recipe:
         # Not counted as set: they stay defaults.
         if "learning_rate" not in self.optimizer.model_fields_set:
-            if (self.prefers and not self.headed) or self.reinforces:
-                self.optimizer.__dict__["learning_rate"] = PREFERENCE_LEARNING_RATES[self.method.name]
-            elif self.method.name != "full":
-                self.optimizer.__dict__["learning_rate"] = ADAPTER_LEARNING_RATE
+            self.optimizer.__dict__["learning_rate"] = self.default_learning_rate
         self.__dict__["preference"] = self.preference.of(self.objective)
         self.__dict__["policy"] = self.policy.of(self.objective)
         return self
+
+    @property
+    def default_learning_rate(self) -> float:
+        """What `optimizer.learning_rate` is unless it is set."""
+        if self.aligns:
+            return PREFERENCE_LEARNING_RATES[self.method.name]
+        return LEARNING_RATE if self.method.name == "full" else ADAPTER_LEARNING_RATE
+
+    @property
+    def aligns(self) -> bool:
+        """Whether the model learns which of its answers are better, from preferences or from rewards."""
+        return (self.prefers and not self.headed) or self.reinforces
 
     @property
     def prefers(self) -> bool:

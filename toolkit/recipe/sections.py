@@ -110,7 +110,7 @@ class Method(Section):
         return max(self.r, *self.rank_pattern.values(), 0) * (2 if self.init_lora_weights in MOVES_BASE else 1)
 
 
-ADAPTER_LEARNING_RATE = 2e-4
+LEARNING_RATE, ADAPTER_LEARNING_RATE = 2e-5, 2e-4
 """Adapters learn best at about ten times the rate of full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")."""
 
 
@@ -122,9 +122,9 @@ class Optimizer(Section):
     name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
     """`adamw` is torch's fused AdamW, `lion` the 32-bit Lion, `muon` torch's Muon for the matrices of hidden layers
     with AdamW for all else; all other names are those of Transformers' Trainer."""
-    learning_rate: Annotated[float, Field(gt=0)] = 2e-5
+    learning_rate: Annotated[float, Field(gt=0)] = LEARNING_RATE
     """Peak learning rate, reached after warm-up. The default for adapters is ten times as high, 2e-4; for preference
-    objectives both are divided by twenty."""
+    objectives other than `reward`, and for `grpo` and `rloo`, both are divided by twenty."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay; norm weights and biases are never decayed. It is decoupled from the gradient, except for `sgd`,
     `adagrad` and `rmsprop` of every kind, whose libraries add it to the gradient (L2)."""
@@ -148,8 +148,8 @@ class Optimizer(Section):
 
     @property
     def traits(self) -> Traits:
-        """What is known of the optimizer of this name."""
-        return OPTIMIZERS[self.name]
+        """What is known of the optimizer of this name, with these arguments."""
+        return OPTIMIZERS[self.name].given(self.args)
 
 
 class Schedule(Section):

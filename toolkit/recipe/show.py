@@ -50,7 +50,7 @@ def with_origins(loaded: Loaded, most: int | None = None) -> str:
     # A section's own line says nothing about a key that the section leaves out.
     outer = {*sections(), *_inner_sections(loaded.recipe)}
     origins = {key: place for key, place in loaded.origins.items() if key not in outer}
-    if loaded.recipe.prefers or loaded.recipe.reinforces:
+    if loaded.recipe.aligns:
         origins.setdefault("optimizer.learning_rate", f"default of {loaded.recipe.objective}")
     elif loaded.recipe.method.name != "full":
         origins.setdefault("optimizer.learning_rate", "default of adapters")

@@ -10,6 +10,7 @@ import datetime
 import functools
 import itertools
 import logging
+import math
 import os
 import statistics
 import tempfile
@@ -111,7 +112,7 @@ def calibrate(seconds: float = 60.0) -> Path:
         versions["cuda"] = torch.version.cuda
     measured |= {"device": hardware.device.name, "title": hardware.device.title, "versions": versions}
     measured["date"] = datetime.date.today().isoformat()
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # Each node plans for itself.
         checked = Calibration.model_validate(measured).model_dump(exclude_none=True)
         write_atomically(path, yaml.safe_dump(checked, sort_keys=False, default_flow_style=None))
     return path
@@ -335,7 +336,8 @@ def _figure(value: float, measured: Sequence[float]) -> Figure:
 
 
 def _between_processes(on_gpu: bool, seconds: float) -> dict[str, Any]:
-    """Bus bandwidth of all-reduces of three sizes: what each process sends, 2 (n - 1) / n of the data in a ring.
+    """Bus bandwidth of all-reduces of three sizes: what each process sends in a ring, 2 (n - 1) / n of the data, or
+    over nodes what each of them sends (`speed.communication` has plans take both so).
 
     Source: NCCL's own tests, doc/PERFORMANCE.md. All processes repeat alike, as often as the first one says.
     """
@@ -344,6 +346,7 @@ def _between_processes(on_gpu: bool, seconds: float) -> dict[str, Any]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if on_gpu else "gloo")
     count, world = 20, dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     rates = []
     for mebibytes in (16, 64, 256) if on_gpu else (1, 4, 16):
         data = torch.ones(mebibytes * 2**18, device=device)
@@ -361,10 +364,19 @@ def _between_processes(on_gpu: bool, seconds: float) -> dict[str, Any]:
             dist.broadcast(going, 0)
             if not going.item():
                 break
-        rates.append(data.numel() * 4 * 2 * (world - 1) / world / statistics.median(times))
+        rates.append(sent(data.numel() * 4, world, local) / statistics.median(times))
+    # Nodes that plan alike need the same figures.
+    shared = torch.tensor(rates, dtype=torch.float64, device=device)
+    dist.broadcast(shared, 0)
+    rates = shared.tolist()
     dist.destroy_process_group()
-    over = "network" if world > int(os.environ.get("LOCAL_WORLD_SIZE", world)) else "link"
-    return {over: _figure(rates[-1], rates), "processes": world}
+    return {"network" if world > local else "link": _figure(rates[-1], rates), "processes": world}
+
+
+def sent(size: float, world: int, local: int) -> float:
+    """Bytes that each node sends in an all-reduce, `local` of `world` processes on each; on one node, each process."""
+    parties = math.ceil(world / local) if world > local else world
+    return 2 * size * (parties - 1) / parties
 
 
 if __name__ == "__main__":

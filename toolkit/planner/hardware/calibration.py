@@ -82,7 +82,7 @@ class Calibration(Section):
     link: Figure | None = None
     """Bus bandwidth of an all-reduce in one node, bytes/s."""
     network: Figure | None = None
-    """Bus bandwidth of an all-reduce over nodes, bytes/s."""
+    """What each node sends in an all-reduce over nodes, bytes/s."""
     launch_seconds: Figure | None = None
     """Python and dispatch of one operation, seconds."""
     layers: dict[Dtype, Layers] = Field(default_factory=dict)

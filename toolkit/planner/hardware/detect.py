@@ -196,7 +196,8 @@ def detect(folder: Path | None = None) -> Hardware:
     node = host(len(gpus))
     device = _known(smallest, known(folder)) or _unknown(smallest, node)
     name = device.name + (f"x{len(gpus)}" if len(gpus) > 1 else "")
-    return Hardware(name, device, node, len(gpus), lacks=missing(device.kind))
+    unused = max(0, len(visible_gpus({})) - len(gpus))
+    return Hardware(name, device, node, len(gpus), unused=unused, lacks=missing(device.kind))
 
 
 def _known(gpu: Gpu, devices: Mapping[str, Device]) -> Device | None:

@@ -208,6 +208,7 @@ class Hardware:
         node: What one node's share of devices comes with.
         devices_per_node: In each node.
         nodes: How many.
+        unused: Devices beside them in this machine, which a run would not see.
         by_dtype: What is reached in each dtype, where that was measured, as on CPUs.
         attention: FLOP/s of attention by dtype, backend and tokens of a row, where they were measured.
         lacks: What this machine lacks to compile layers; empty if nothing, and of other machines.
@@ -218,6 +219,7 @@ class Hardware:
     node: Node
     devices_per_node: int = 1
     nodes: int = 1
+    unused: int = 0
     by_dtype: Mapping[str, Efficiency] = field(default_factory=dict)
     attention: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
     lacks: str = ""
@@ -226,6 +228,11 @@ class Hardware:
     def devices(self) -> int:
         """All of them, which is the number of processes."""
         return self.devices_per_node * self.nodes
+
+    def node_of(self, devices: int) -> Node:
+        """A node with so many of these devices. What is there for some of a machine's is there for all of them."""
+        known = self.devices_per_node
+        return self.node.part(devices / min(max(devices, known), known + self.unused))
 
     @property
     def speeds(self) -> Mapping[str, float]:

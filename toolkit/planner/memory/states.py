@@ -19,9 +19,9 @@ from toolkit.planner.workload import WIDTH, Division, Workload
 from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 from toolkit.recipe.sections import Optimizer
 
-BLOCK, SMALLEST = 256, 4096
-"""8-bit state: elements that share an fp32 scale, and the fewest elements of a tensor that is stored so; smaller ones
-keep 32 bits (bitsandbytes 0.50, `Optimizer2State.init_state`; torchao's `AdamW8bit` has the same)."""
+BLOCK = 256
+"""8-bit state: elements that share an fp32 scale. Tensors below `Traits.smallest` keep 32 bits (bitsandbytes 0.50,
+`Optimizer2State.init_state`; torchao's `AdamW8bit` has the same)."""
 BLOCK_4BIT = 128
 """torchao's `AdamW4bit`: elements that share an fp32 scale."""
 PAGED = 100_000
@@ -50,7 +50,8 @@ def moment_bytes(
         return _projected(traits, shape, dict(optimizer.args), WIDTH[master])
     if traits.factored:
         # Sums of squares in fp32, of each row and each column; vectors whole.
-        return 4.0 * (numel // shape[-1] + numel // shape[-2]) if matrix else 4.0 * numel
+        sums = numel // shape[-1] + numel // shape[-2] if matrix else numel
+        return 4.0 * (sums + traits.moments * numel)
     return traits.moments * numel * _moment_width(traits, numel, master, embedding and matrix)
 
 
@@ -60,7 +61,7 @@ def _moment_width(traits: Traits, numel: int, master: str, embedding: bool) -> f
     if traits.bits == 32:
         return WIDTH[traits.state_dtype(master)]
     block = BLOCK_4BIT if traits.bits == 4 else BLOCK
-    if numel < SMALLEST or (torchao and numel % block) or (embedding and not torchao):
+    if numel < traits.smallest or (torchao and numel % block) or (embedding and not torchao):
         return WIDTH[master] if torchao else 4
     return traits.bits / 8 + 4 * math.ceil(numel / block) / numel
 
@@ -74,7 +75,7 @@ def _projected(traits: Traits, shape: tuple[int, ...], arguments: Mapping[str, A
     rank = min(int(arguments.get("rank", traits.rank)), rows)
     projection = rows * rank * width
     if traits.factored:
-        return projection + 4.0 * (columns + rank)
+        return projection + 4.0 * (columns + rank + traits.moments * columns * rank)
     return projection + traits.moments * columns * rank * _moment_width(traits, columns * rank, "float32", False)
 
 

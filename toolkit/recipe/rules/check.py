@@ -96,7 +96,7 @@ def check(
 
     choices = ((decided, *broken(decided)) for decided in _decided(recipe))
     nearest, rules, others = min(choices, key=lambda choice: len(choice[1]) + len(choice[2]))
-    figures = _figures(nearest, config)
+    figures = _figures(nearest, config) if rules else {}
     if not warns:
         others = [*others, *name_problems(nearest, config, origins or {})]
     return [
@@ -210,6 +210,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         **distillation_figures(recipe),
         **embedding_figures(recipe),
         **masters_figures(recipe),
+        "or_tensor": ", or set parallel.tensor instead" if recipe.aligns and not recipe.reinforces else "",
         "not_for_parameters": " and ".join(not_for_parameters(recipe)),
         "not_linear": not_linear(recipe, config),
         "linear_only": linear_only(recipe, config),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,18 @@ def _config(model: Model) -> dict[str, Any]:
     return model_configs.config_of(model) or {}
 
 
-def tokens_apart(recipe: Recipe) -> list[str]:
+def tokens_apart(recipe: Recipe) -> Sequence[str]:
     """Tokens that student and teacher do not share, as far as both tokenizers are on this disk."""
-    model = _taught(recipe)
-    both = [model_configs.vocabulary(each) for each in (recipe.model, model)] if model else [{}, {}]
-    return model_configs.apart(*both) if all(both) else []
+    models = (recipe.model, model) if (model := _taught(recipe)) else ()
+    files = [file for each in models if (file := model_configs.tokenizer_file(each))]
+    return _apart(*((file, file.stat().st_mtime_ns) for file in files)) if len(files) == 2 else ()
+
+
+@functools.lru_cache(8)
+def _apart(student: tuple[Path, int], teacher: tuple[Path, int]) -> tuple[str, ...]:
+    """A plan asks for the same two many times; they may have 150,000 tokens each."""
+    both = [model_configs.vocabulary(*each) for each in (student, teacher)]
+    return tuple(model_configs.apart(*both)) if all(both) else ()
 
 
 def _positions(recipe: Recipe) -> int | None:

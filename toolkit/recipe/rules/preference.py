@@ -143,7 +143,7 @@ PREFERENCE_RULES = {
             f"parallel.{way}",
             lambda r, way=way: getattr(r.parallel, way) > 1,  # type: ignore[misc]
             "whole answers are scored, and a process would have parts of them",
-            f"remove parallel.{way}, or set parallel.tensor instead",
+            f"remove parallel.{way}{{or_tensor}}",
         )
         for way in ("sequence", "context")
     },
@@ -151,6 +151,6 @@ PREFERENCE_RULES = {
         "parallel.pipeline",
         lambda r: r.parallel.pipeline > 1,
         "answers have not been compared with layers that are spread over processes",
-        "remove parallel.pipeline, or set parallel.tensor instead",
+        "remove parallel.pipeline{or_tensor}",
     ),
 }

@@ -213,7 +213,11 @@ STRATEGY_RULES = {
     ),
     "zero-offload-paged": Rule(
         "optimizer.name",
-        lambda r, _: r.strategy.zero_stage and r.strategy.offload_optimizer != "none" and r.optimizer.traits.unpaged,
+        lambda r, _: (
+            r.strategy.zero_stage
+            and r.strategy.offload_optimizer != "none"
+            and r.optimizer.traits.unpaged not in ("", r.optimizer.name)
+        ),
         "optimizer state is in host memory already; paging would bring it back to the GPU",
         "set optimizer.name={r.optimizer.traits.unpaged}",
         reference="(https://huggingface.co/docs/bitsandbytes/main/en/explanations/optimizers#paged-optimizers)",

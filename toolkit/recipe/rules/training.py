@@ -66,9 +66,10 @@ def micro_batch(recipe: Recipe) -> int:
 def masters_figures(recipe: Recipe) -> dict[str, str]:
     """What the texts of the rules may name: the precision with fp32 masters, and without."""
     with_masters = {pure: precision for precision, pure in PURE.items()}
+    accepting = f", or set precision={PURE.get(recipe.precision, 'pure_bf16')} to accept it"
     return {
         "with_masters": with_masters.get(recipe.precision, "bf16"),
-        "without_masters": PURE.get(recipe.precision, "pure_bf16"),
+        "accepting_low_masters": accepting if recipe.model.dtype == "bf16" else "",
     }
 
 
@@ -80,7 +81,7 @@ TRAINING_RULES = {
         "model.dtype",
         lambda r, _: r.method.name == "full" and r.model.dtype in ("bf16", "fp16") and not r.pure,
         "16-bit masters lose most updates of a small learning rate: at 1e-5 only 16% of the weights move in 50 steps",
-        "remove model.dtype, or set precision={without_masters} to accept it",
+        "remove model.dtype{accepting_low_masters}",
     ),
     "pure-bf16-dtype": Rule(
         "model.dtype",

@@ -244,7 +244,7 @@ def check_readable(checkpoint: Path, loaded: Loaded, world_size: int) -> None:
 
 def divides_anew(recipe: Recipe) -> bool:
     """Whether what the optimizer keeps can be divided otherwise than it was."""
-    return recipe.optimizer.traits.divisible and recipe.optimizer.args.get("optim_bits") != 8
+    return recipe.optimizer.traits.divisible
 
 
 def conversion(checkpoint: Path, loaded: Loaded, world_size: int) -> str:
