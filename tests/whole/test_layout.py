@@ -38,6 +38,7 @@ ELSEWHERE = {
     "data/row_table": "data/test_audit",
     "models/adapted_layers": "models/test_adapters",
     "data/encoding/turns": "data/test_encode",
+    "data/reading/splits": "data/test_sources",
     "data/token_table": "data/test_prepare",
     "data/auditing/classes": "data/test_labelled",
     "data/encoding/label_encoding": "data/test_labelled",
