@@ -77,11 +77,15 @@ class FastFolder:
     def _take(self, part: int) -> None:
         change = f"set {KEY} to a folder on a fast disk of each machine, or to none"
         try:
-            self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Where all may write, somebody else may have made it.
-            if self.place.is_symlink() or self.place.stat().st_uid != os.geteuid():
-                raise UserError(f"{KEY}: {self.place} is another user's", change)
-            self._held.enter_context(locked(self.place / ".lock", timeout=_REMOVAL_SECONDS))
+            locks = False
+            while not locks:
+                self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
+                # Where all may write, somebody else may have made it.
+                if self.place.is_symlink() or self.place.stat().st_uid != os.geteuid():
+                    raise UserError(f"{KEY}: {self.place} is another user's", change)
+                with contextlib.suppress(FileNotFoundError):  # Who was waited for has removed it.
+                    self._held.enter_context(locked(self.place / ".lock", timeout=_REMOVAL_SECONDS))
+                    locks = True
         except Timeout:
             raise UserError(f"{KEY}: another process uses {self.place}", "wait for it, or set output.name") from None
         except OSError as error:
