@@ -72,8 +72,9 @@ def lost_tokens(file: Path, tokenizer: Any) -> list[str]:
     """Tokens that were added to a tokenizer and that a file has no name for: llama.cpp would take them for text."""
     from gguf import GGUFReader, TokenType
 
-    field = GGUFReader(file).get_field("tokenizer.ggml.token_type")
-    kinds = field.contents() if field else []
+    if not (field := GGUFReader(file).get_field("tokenizer.ggml.token_type")):
+        return []  # Of a vocabulary that has no types.
+    kinds = field.contents()
     added = tokenizer.added_tokens_decoder.items()
     return [str(token) for number, token in added if kinds[number : number + 1] in ([], [TokenType.UNUSED])]
 
