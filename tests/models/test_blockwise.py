@@ -72,6 +72,22 @@ def test_merged_weights_are_those_that_peft_merges_into_the_whole_model(kind: st
     )
 
 
+@pytest.mark.parametrize("stored", [NF4, INT8], ids=["nf4", "int8"])
+def test_a_quantized_base_has_the_biases_that_were_trained(stored: list[str], tmp_path: Path) -> None:
+    recipe = load_checked("small", [*stored, "model.path=gpt2", "extra.lora.bias=all"]).recipe
+    source, types = ModelSource.open(recipe), dtypes(recipe)
+    trained = add_method(source.load(types, "eager"), recipe, types)
+    biases = {name: each for name, each in trained.named_parameters() if name.endswith("bias")}
+    for each in biases.values():
+        each.data += torch.randn_like(each)
+    trained.save_pretrained(tmp_path / "final")
+    weights = source.in_files(types, tmp_path / "work")
+    read = dict(weights.adapted({tmp_path / "final": 1.0}, as_trained=True).named_parameters())
+    assert biases
+    for name, each in biases.items():
+        assert torch.equal(read[name].to(each), each), name
+
+
 @pytest.mark.parametrize(
     "config", ["LlamaConfig", "Llama4TextConfig", "Gemma4TextConfig", "ProphetNetConfig", "MambaConfig"]
 )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_encoder
 from torch.nn import functional as F
 
 from toolkit.common import UserError
+from toolkit.models.load import ModelSource
 from toolkit.models.losses.embedding import losses_and_gradient, pooled, ranks
 from toolkit.models.sentence_files import pooling_of
 from toolkit.recipe import Recipe
@@ -159,8 +163,6 @@ def test_rounding_finds_nothing_among_equal_vectors(seed: int) -> None:
     ],
 )
 def test_a_models_own_pooling_is_taken_over(asked: str, told: Any, kind: str, wanted: str, tmp_path: Any) -> None:
-    import json
-
     from transformers import AutoConfig
 
     file = tmp_path / "config.json"
@@ -173,3 +175,34 @@ def test_a_models_own_pooling_is_taken_over(asked: str, told: Any, kind: str, wa
     if asked == "auto":
         with pytest.raises(UserError, match="pools by pooling_mode_max_tokens"):
             pooling_of(recipe, AutoConfig.for_model(kind), file)
+
+
+def test_what_a_base_does_beyond_pooling_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_encoder("bert", tmp_path / "bert")
+
+    def base(*kinds: str, **prompts: str) -> None:
+        modules = [{"idx": n, "type": f"sentence_transformers.models.{kind}"} for n, kind in enumerate(kinds)]
+        (tmp_path / "bert" / "modules.json").write_text(json.dumps(modules))
+        (tmp_path / "bert" / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+
+    def pooling(**settings: Any) -> str:
+        caplog.clear()
+        keys = {"model": {"path": str(tmp_path / "bert")}, "data": {"sources": ["x"]}, "objective": "embedding"}
+        return ModelSource.open(Recipe.model_validate(keys | {"embedding": settings})).pooling
+
+    base("Transformer", "Pooling", "Normalize", query="", document="")
+    assert pooling() == "mean" and not caplog.messages
+
+    base("Transformer", "Pooling", "Dense", "Normalize")
+    with pytest.raises(UserError, match="has Dense, which is neither read nor trained") as caught:
+        pooling()
+    assert "embedding.pooling" in str(caught.value)
+    assert pooling(pooling="mean") == "mean" and "Dense" in caplog.text
+
+    base("Transformer", "Pooling", query="find: ", document="text: ", sts="like: ")
+    assert pooling() == "mean"
+    assert all(word in caplog.text for word in ("'find: '", "'text: '", "'like: '", "embedding.query_prompt"))
+    pooling(query_prompt="find: ")
+    assert "'text: '" in caplog.text and "'find: '" not in caplog.text
+    pooling(query_prompt="find: ", document_prompt="text: ")
+    assert not caplog.messages

@@ -14,12 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import models_doc
 import pytest
 import torch
 from harness import RUN, environment, leave_unmeasured
 from safetensors.torch import load_file, save_file
 from small import INT8, LORA, NF4, place_with, set_up
-from tiny import tiny_gguf, tiny_model
+from tiny import tiny_gguf, tiny_kind, tiny_model
 from transformers import LlamaConfig
 
 from toolkit.common import UserError, printable
@@ -566,3 +567,23 @@ def test_a_model_is_never_drawn_at_random(
             assert "holds 1 weights that this model has no place for, such as" in caplog.text
     finally:
         shutil.rmtree(hollow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("glm4_moe", "model.layers.46.eh_proj.weight"), ("qwen3_next", "mtp.fc.weight")]
+)
+def test_weights_that_predict_further_tokens_are_said_to_be_left_out(
+    kind: str, name: str, place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Transformers passes over them in silence."""
+    folder = tiny_kind(models_doc.stated(kind, "sft"), tmp_path / kind)
+    asked = recipe(*LORA, f"model.path={folder}")
+    ModelSource.open(asked).load(dtypes(asked), "sdpa")
+    assert not caplog.messages
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {name: torch.ones(2, 2)}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}), encoding="utf-8")
+    ModelSource.open(asked).load(dtypes(asked), "sdpa")
+    assert f"1 weight that predicts further tokens (MTP), such as {name}" in caplog.text
+    assert "num_nextn_predict_layers=1" in caplog.text

@@ -80,6 +80,27 @@ def test_adapters_are_of_text_alone_and_are_merged(kind: str) -> None:
     KINDS[kind].from_pretrained(run / "merged")
 
 
+def test_all_parts_of_a_merged_models_config_name_the_type_of_its_files(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(models)
+    asked = [
+        "recipe=small",
+        "model.path=qwen3_vl",
+        "output.name=in-16-bits",
+        "model.dtype=fp32",
+        "precision=bf16",
+        "max_steps=2",
+        *LORA,
+    ]
+    assert main(asked) == 0 and cli(["merge", "runs/in-16-bits"]) == 0
+    merged = Path("runs/in-16-bits/merged")
+    config = json.loads((merged / "config.json").read_text(encoding="utf-8"))
+    stated = [each.get("dtype") for each in (config, config["text_config"], config["vision_config"])]
+    assert stated == ["bfloat16"] * 3
+    assert {each.dtype for each in load_file(merged / "model.safetensors").values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("engine", ["zero3", "fsdp"])
 def test_engines_train_them_as_one_process(kind: str, engine: str, ranks: Ranks) -> None:
     asked = [

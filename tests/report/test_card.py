@@ -212,6 +212,19 @@ def test_an_adapter_of_a_base_that_is_not_on_the_hub_says_where_to_name_it(
     assert said is None or "`base`" not in told or "base = " in use, "the code has no such variable"
 
 
+@pytest.mark.parametrize(
+    ("revision", "method", "told"), [("abc", "lora", True), (None, "lora", False), ("abc", "full", False)]
+)
+def test_vectors_of_an_adapter_on_a_pinned_base_take_a_merge(
+    run: Path, revision: str | None, method: str, told: bool
+) -> None:
+    """sentence-transformers loads the base of an adapter in its newest version."""
+    recipe = make_recipe(method={"name": method}, objective="embedding").with_values({"model.revision": revision})
+    use = write_card(run / "final", run, recipe, LLAMA).read_text(encoding="utf-8").split("## Use\n\n")[1]
+    said = " ".join(use.split("```")[0].split())
+    assert ("revision `abc`" in said and "toolkit merge" in said) == told
+
+
 def test_a_run_without_anything_measured_still_gets_a_card(tmp_path: Path) -> None:
     card = write_card(tmp_path, tmp_path, make_recipe(), LLAMA).read_text()
     assert "## Results" not in card

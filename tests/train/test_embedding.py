@@ -150,6 +150,7 @@ def test_sentence_transformers_makes_the_vectors_of_what_is_saved(model: str, mo
     run = trained(name, *more, *prompts, f"model.path={model}")
     theirs = sentence_model(run / "final")
     assert theirs.max_seq_length == 64 and theirs[1].get_config_dict()["pooling_mode"] == pooling
+    assert f"pooling {pooling.removesuffix('token')}" in (run / "final" / "README.md").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     held = set_up(*more, *prompts, f"model.path={model}").prepared.eval
     texts = {(" ".join(map(str, row["keys"]))) for row in held}

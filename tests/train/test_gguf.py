@@ -109,6 +109,34 @@ else:
     assert not Path("other").exists()
 
 
+def test_what_a_file_lacks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    populate(tmp_path, "llama")
+    writes = f"""
+import sys
+from pathlib import Path
+import gguf
+sys.path.append({str(SUPPORT)!r})
+from tiny import tiny_gguf
+types = gguf.GGUFWriter.add_token_types
+gguf.GGUFWriter.add_token_types = lambda writer, kinds: types(writer, [*kinds[:3], KIND, *kinds[4:]])
+if "--vocab-only" in sys.argv:
+    Path(sys.argv[3]).touch()
+else:
+    tiny_gguf(Path(sys.argv[1]), Path(sys.argv[3]))
+"""
+    script(tmp_path, writes.replace("KIND", "5"), monkeypatch)  # Unused.
+    run = trained("lacking", *LORA)
+    assert main(["export", str(run), "format=gguf"]) == 0
+    assert "left out 1 added token, such as <|pad|>" in " ".join(capsys.readouterr().out.split())
+    script(tmp_path, writes.replace("KIND", "3"), monkeypatch)
+    assert main(["export", str(run), "format=gguf", "output=whole"]) == 0
+    said = capsys.readouterr().out
+    assert "exported to whole" in said and "left out" not in said
+
+
 @pytest.mark.parametrize("method", [LORA, ["method=full"]], ids=["lora", "full"])
 def test_what_it_does_not_take_is_said_before_weights_are_merged(
     method: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

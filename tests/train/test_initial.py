@@ -6,11 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import models_doc
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from small import LORA, place_with, set_up, with_callbacks
+from tiny import tiny_kind
 
 from toolkit.models.load import ModelSource
 from toolkit.train import train
@@ -97,6 +99,17 @@ def test_eva_begins_with_the_main_directions_of_what_layers_read() -> None:
     torch.testing.assert_close(directions @ directions.T, torch.eye(4), atol=1e-5, rtol=0)
     best = torch.linalg.svdvals(varies)[:4].square().sum()
     assert (varies @ directions.T).square().sum() > 0.99 * best
+
+
+def test_layers_that_read_the_same_begin_alike_by_eva_in_any_order(tmp_path: Path) -> None:
+    """OPT has its keys before its queries, and computes them after these."""
+    model = tiny_kind(models_doc.stated("opt", "sft"), tmp_path / "opt")
+    session = set_up(*LORA, "method.init_lora_weights=eva", f"model.path={model}")
+    attention = session.module.get_base_model().model.decoder.layers[0].self_attn
+    queries, keys, values = (
+        getattr(attention, name).lora_A["default"].weight for name in ("q_proj", "k_proj", "v_proj")
+    )
+    assert torch.equal(queries, keys) and torch.equal(queries, values)
 
 
 def test_loftq_begins_nearer_to_what_was_quantized(monkeypatch: pytest.MonkeyPatch) -> None:

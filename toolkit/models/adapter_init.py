@@ -112,7 +112,9 @@ def begin_with_read(adapted: Any, batches: Iterable[dict[str, Any]], score: Call
         if total >= EVA_TOKENS:
             break
     adapted.train(training)
-    return sum(not layer.end() for layer in layers)
+    for layer in layers:
+        layer.end()
+    return sum(not layer.give() for layer in layers)
 
 
 @dataclass
@@ -155,11 +157,14 @@ class _Read:
         with torch.autocast(tokens.device.type, enabled=False):
             self._directions.partial_fit(tokens)
 
-    def end(self) -> bool:
-        """Gives the adapter its directions; returns whether there are any."""
+    def end(self) -> None:
+        """Joins what still waits."""
         self._hook.remove()
         if sum(map(len, self._waiting)) >= self._rank:
             self._join()
+
+    def give(self) -> bool:
+        """Gives the adapter its directions, once all have ended; returns whether there are any."""
         directions = getattr(self._like._directions, "components_", None)
         if directions is not None:
             self._layer.lora_A["default"].weight[: self._rank] = directions

@@ -96,6 +96,10 @@ class Weights:
         for name, layer in self.model(as_trained).named_modules():
             if _is_replaced(layer):
                 plain: Any = base.get_submodule(name)
+                before = plain.get_base_layer() if isinstance(plain, BaseTunerLayer) else plain
+                # Trained biases came with the adapter.
+                there = {key: each for key, each in before.named_parameters(recurse=False) if not each.is_meta}
+                layer._parameters.update(there)
                 if isinstance(plain, BaseTunerLayer):
                     plain.base_layer, plain.fan_in_fan_out = layer, False  # type: ignore[attr-defined]
                 else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file
 
-from toolkit.common import UserError, first_line, in_a_line, panicked
+from toolkit.common import UserError, count_text, first_line, in_a_line, panicked
 from toolkit.models import zero3_loading
 from toolkit.models.heads import auto_class, begin_head, belongs_to_head, head_modules
 from toolkit.models.losses.embedding import drop_pooler
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.config_limits import MARKED, has_mark
-from toolkit.recipe.module_names import lacking_weights
+from toolkit.recipe.module_names import lacking_weights, stored_names
 from toolkit.recipe.rules.inputs import no_folder
 
 _log = logging.getLogger("toolkit.models")
@@ -182,10 +183,43 @@ def read_model(recipe: Recipe, arguments: dict[str, Any], stored: Any = None, *,
         sizes = f"is {_size(stored)}, which its config makes {_size(wanted)}"
         also = f"; so are {len(other) - 1:,} others" if len(other) > 1 else ""
         raise UserError(f"model.path: {name} of {recipe.model.path} {sizes}{also}", change)
+    if further := _further_tokens(model, arguments):
+        told = {**model.config.to_dict(), **model.config.get_text_config().to_dict()}
+        keys = [key for key, value in told.items() if re.search(r"nextn|mtp", key) and isinstance(value, int) and value]
+        _log.warning(
+            "model.path: %s holds %s further tokens (MTP), such as %s, which Transformers does not read: "
+            "what is trained and saved has none%s",
+            recipe.model.path,
+            count_text(len(further), "weight that predicts", "weights that predict"),
+            further[0],
+            f", though its config.json states {', '.join(f'{key}={told[key]}' for key in keys)}" if keys else "",
+        )
     if unknown:
         what = f"{len(unknown):,} weights that this model has no place for, such as {unknown[0]}"
         _log.warning("model.path: %s holds %s; they are left out", recipe.model.path, what)
     return model
+
+
+def _further_tokens(model: Any, arguments: dict[str, Any]) -> list[str]:
+    """Weights in a model's files by which it predicts more than the next token: layers behind its last one, or `mtp`.
+    Transformers passes over them, and does not count them among those that it has no place for."""
+    if (
+        "state_dict" in arguments
+        or "gguf_file" in arguments
+        or not (passed := model._keys_to_ignore_on_load_unexpected)
+    ):
+        return []
+    place = {"revision": arguments.get("revision", "main"), "_raise_exceptions_for_missing_entries": False}
+    config = cached_file(arguments["pretrained_model_name_or_path"], CONFIG_NAME, **place)
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    beyond = re.compile(r"(?:^|\.)(?:layers\.(\d+)|(mtp\w*))\.")
+    return [
+        name
+        for name in (stored_names(Path(config).parent) if config else ())
+        if re.search("|".join(passed), name)
+        and (at := beyond.search(name))
+        and (at[2] or (layers is not None and int(at[1]) >= layers))
+    ]
 
 
 def _size(shape: Sequence[int]) -> str:

@@ -4,15 +4,19 @@ and written beside what it has made. They are in the form that its versions from
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from toolkit.common import UserError
+from toolkit.common import UserError, brief
 from toolkit.files import write_json
 from toolkit.models.losses.embedding import named_poolings
 from toolkit.recipe import Recipe, model_configs
+
+_log = logging.getLogger("toolkit.models")
 
 POOLING = "1_Pooling/config.json"
 _NAMES = {
@@ -26,6 +30,50 @@ _MODULES = (
     ("1_Pooling", "sentence_transformers.models.Pooling"),
     ("2_Normalize", "sentence_transformers.models.Normalize"),
 )
+
+
+def check_base(recipe: Recipe, find: Callable[[str], Path | None]) -> None:
+    """Says what a sentence-transformers model does with texts and vectors beyond what is trained and saved here.
+
+    Args:
+        find: A file of the model by its name, where it has one.
+
+    Raises:
+        UserError: Its vectors go through further layers, and the recipe does not say how they are made instead.
+    """
+    settings, known = recipe.embedding, {kind.rpartition(".")[2] for _, kind in _MODULES}
+    modules = _read(find("modules.json"), list)
+    kinds = [str(each.get("type")).rpartition(".")[2] for each in modules if isinstance(each, dict)]
+    if other := ", ".join(kind for kind in kinds if kind not in known):
+        what = f"model.path: the modules.json of {recipe.model.path} has {other}, which is neither read nor trained"
+        if settings.pooling == "auto":
+            raise UserError(
+                what,
+                f"set embedding.pooling to one of {', '.join(_NAMES)}, to train vectors that are made without it; or "
+                "take another model",
+            )
+        _log.warning("%s: vectors are those of embedding.pooling=%s alone", what, settings.pooling)
+    prompts = _read(find("config_sentence_transformers.json"), dict).get("prompts")
+    own = {name: text for name, text in prompts.items() if text} if isinstance(prompts, dict) else {}
+    given = {"query": settings.query_prompt, "document": settings.document_prompt}
+    if any(value is not None for value in given.values()):
+        own = {name: text for name, text in own.items() if name in given and given[name] is None}
+    if own:
+        _log.warning(
+            "model.path: %s has prompts, without which texts are trained here, and what is saved has none of them: %s. "
+            "Set embedding.query_prompt and embedding.document_prompt to those that are to stand before texts",
+            recipe.model.path,
+            brief(", ".join(f"{name} {text!r}" for name, text in own.items())),
+        )
+
+
+def _read(file: Path | None, kind: type) -> Any:
+    """What a file holds; nothing if it is not there, or holds something else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file else None
+    except (OSError, ValueError):
+        content = None
+    return content if isinstance(content, kind) else kind()
 
 
 def pooling_of(recipe: Recipe, config: Any, file: Path | None) -> str:

@@ -18,6 +18,7 @@ def copy_untouched(folder: Path, source: Any) -> None:
     """Copies them beside a whole model.
 
     Args:
+        folder: It has the tokenizer already.
         source: The `ModelSource` that training started from.
     """
     if "gguf_file" in source.location:
@@ -27,10 +28,27 @@ def copy_untouched(folder: Path, source: Any) -> None:
             shutil.copyfile(file, folder / name)
             if name == "processor_config.json":
                 _leave_template(folder / name)
+            elif name in _SENTENCEPIECE:
+                _list_added_tokens(folder)
 
 
 def _leave_template(file: Path) -> None:
     """A processor would take its own template before the one beside it, which was trained with."""
     content = json.loads(file.read_text(encoding="utf-8-sig"))
     if content.pop("chat_template", None) is not None:
-        file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        _write(file, content)
+
+
+def _list_added_tokens(folder: Path) -> None:
+    """A converter that reads a SentencePiece vocabulary looks here for the tokens that it lacks, and not in
+    `tokenizer.json`. Of tokenizers that have such a file, Transformers no longer writes the list."""
+    tokenizer, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if not tokenizer.is_file():
+        return
+    added = json.loads(tokenizer.read_text(encoding="utf-8"))["added_tokens"]
+    content = json.loads(settings.read_text(encoding="utf-8"))
+    _write(settings, content | {"added_tokens_decoder": {str(token.pop("id")): token for token in added}})
+
+
+def _write(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

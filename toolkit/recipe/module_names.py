@@ -116,7 +116,7 @@ def parameter_names(model: Model, config: Mapping[str, Any]) -> list[str]:
         return [name for each in known.names for name in _expanded(each)]
     folder = model_configs.local_files(model)
     renamed = {"text_config", "quantization_config"} & config.keys() or model_configs.fused_experts(config)
-    names = _stored(folder) if folder and config and not (renamed or model.gguf_file) else []
+    names = stored_names(folder) if folder and config and not (renamed or model.gguf_file) else []
     # Saved without the output head, they lack the name of the model inside.
     if not any(name.startswith(("model.", "transformer.")) for name in names):
         return []
@@ -129,7 +129,7 @@ def _expanded(name: str) -> Iterator[str]:
     yield from (_MANY.sub(str(number), name) for number in numbers)
 
 
-def _stored(folder: Path) -> list[str]:
+def stored_names(folder: Path) -> list[str]:
     """Names in the head of a single file of safetensors, or in the index of several."""
     return list(_head(folder / _SINGLE) or _index(folder))
 

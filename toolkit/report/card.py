@@ -270,7 +270,7 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
     if recipe.prefers:
         rows.append(("preference", _preference(recipe)))
     if recipe.embeds:
-        rows.append(("embedding", _embedding(recipe)))
+        rows.append(("embedding", _embedding(recipe, record.manifest.chosen)))
     if recipe.reinforces:
         rewards = ", ".join(f"{name} ({weight:g})" for name, weight in recipe.rewards.weights().items())
         rows += [("rewards and their weights", rewards), ("policy", _policy(recipe, record.manifest.server))]
@@ -309,10 +309,10 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
     return [*rows, ("seed", str(recipe.seed))]
 
 
-def _embedding(recipe: Recipe) -> str:
+def _embedding(recipe: Recipe, chosen: Mapping[str, str]) -> str:
     """The loss of vectors with what it was set to."""
-    settings = recipe.embedding
-    parts = [f"loss {settings.loss}", f"temperature {settings.temperature:g}", f"pooling {settings.pooling}"]
+    settings, pooling = recipe.embedding, chosen.get("embedding.pooling", recipe.embedding.pooling)
+    parts = [f"loss {settings.loss}", f"temperature {settings.temperature:g}", f"pooling {pooling}"]
     parts += [f"{settings.negatives} hard negatives"] if settings.negatives else []
     parts += [f"dims {', '.join(map(str, settings.dims))}"] if settings.dims else []
     return ", ".join(parts)

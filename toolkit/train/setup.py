@@ -261,8 +261,11 @@ def _note(decided: Decided, trained: TrainedModel, trainer: Any, progress: Progr
     if recipe.method.name == "lora":
         progress.remark(f"{counts.base:,} parameters: {counts.shares}")
     checkpoint.check_fits(folder.resume_from, trainer.saves.model)
+    loaded = decided.loaded
+    if recipe.embeds and recipe.embedding.pooling == "auto":
+        loaded = loaded.decided(loaded.recipe, {**loaded.chosen, "embedding.pooling": decided.source.pooling})
     folder.describe(
-        decided.loaded,
+        loaded,
         decided.layout,
         {"data": decided.prepared.fingerprint, **_adapter_hash(recipe), **_rewards_hash(recipe)}
         # What is continued must be the same before it goes on.

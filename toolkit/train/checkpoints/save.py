@@ -64,10 +64,8 @@ def publish(
         with stage_files.naming_adapters():
             model.save_pretrained(folder, state_dict=state)
         if not adapter:
-            # It names the type of the parameters in memory, which are the masters under FSDP; so do its parts.
-            parts = (getattr(model.config, name, None) for name in model.config.sub_configs)
-            for part in (model.config, *filter(None, parts)):
-                part.dtype = getattr(torch, dtypes.export)
+            # It names the type of the parameters in memory, which are the masters under FSDP.
+            state_dtype(model.config, dtype)
             model.config.save_pretrained(folder)
         trainer.processing_class.save_pretrained(folder)
         share(folder)
@@ -76,6 +74,13 @@ def publish(
         held = dict(model.state_dict()) if state is None else state
         _compare(folder, held if adapter else revert_weight_conversion(model, held))
     trainer.accelerator.wait_for_everyone()
+
+
+def state_dtype(config: Any, dtype: torch.dtype) -> None:
+    """Has a configuration, and those of the model's parts, name the type of the weights."""
+    config.dtype = dtype
+    for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
+        state_dtype(part, dtype)
 
 
 def as_saved(trainer: Any, dtypes: Dtypes) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,6 +66,17 @@ def check(model: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         _run(model, Path(folder) / FILE, "--vocab-only")
+
+
+def lost_tokens(file: Path, tokenizer: Any) -> list[str]:
+    """Tokens that were added to a tokenizer and that a file has no name for: llama.cpp would take them for text."""
+    from gguf import GGUFReader, TokenType
+
+    if not (field := GGUFReader(file).get_field("tokenizer.ggml.token_type")):
+        return []  # Of a vocabulary that has no types.
+    kinds = field.contents()
+    added = tokenizer.added_tokens_decoder.items()
+    return [str(token) for number, token in added if kinds[number : number + 1] in ([], [TokenType.UNUSED])]
 
 
 def _run(model: Path, file: Path, *options: str) -> None:

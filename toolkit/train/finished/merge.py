@@ -42,6 +42,7 @@ from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
 from toolkit.report.card import MERGE_PROOF, MERGED, write_card
 from toolkit.report.load import read_manifest
+from toolkit.train.checkpoints.save import state_dtype
 from toolkit.train.checkpoints.storage import build_new, check_new
 from toolkit.train.finished.export import final_model, opened
 from toolkit.train.process import hand_back_memory
@@ -284,6 +285,8 @@ def _save(model: Any, merged: Merged, dtype: str, folder: Path) -> None:
         warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
         model.save_pretrained(folder, max_shard_size=SHARD)
     merged.close()
+    state_dtype(model.config, getattr(torch, dtype))
+    model.config.save_pretrained(folder)
 
 
 class _Probe:

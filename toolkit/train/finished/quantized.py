@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from toolkit.common import UserError, bytes_text, in_a_line
+from toolkit.common import UserError, bytes_text, count_text, in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.files import write_json
 from toolkit.models import gguf_header, own_attention
@@ -173,8 +173,26 @@ def export(run: Path, form: str, output: Path) -> str:
         f"exported to {output}: {bytes_text(proof['bytes'])} of weights, {bytes_text(proof['bytes_before'])} before\n"
         f"{probe.sentence(proof)}; read back from the files: {proof['distance_as_saved']:.1e}"
     )
+    if form in gguf.FORMATS:
+        text += _said_of_gguf(output / gguf.FILE, source, tokenizer)
     if "distance_by_sentence_transformers" in proof:
         text += f", by sentence-transformers: {proof['distance_by_sentence_transformers']:.1e}"
+    return text
+
+
+def _said_of_gguf(file: Path, source: ModelSource, tokenizer: Any) -> str:
+    """What such a file holds less than the run's model."""
+    text = ""
+    if source.config.get_text_config() is not source.config:
+        text += (
+            "\nthe file holds the model of text alone; llama.cpp reads images and sound by a second file, which its "
+            "converter makes of the whole model with --mmproj"
+        )
+    if lost := gguf.lost_tokens(file, tokenizer):
+        text += (
+            f"\nllama.cpp's converter has left out {count_text(len(lost), 'added token')}, such as {lost[0]}: "
+            "llama.cpp takes them for text"
+        )
     return text
 
 
