@@ -181,6 +181,21 @@ class Workload:
         return self.layout.gradient_accumulation_steps > 1
 
     @property
+    def kept_for_backward(self) -> float:
+        """Elements of the last layers that ZeRO-3 keeps from their forward to their backward pass, because they are
+        used again within `max_reuse_distance`: what follows a layer is passed twice in between, and a third time where
+        layers are recomputed."""
+        return self.strategy.max_reuse_distance / (3 if self.recipe.activation_checkpointing.of_layers else 2)
+
+    @property
+    def reduces_at_the_end(self) -> bool:
+        """Whether DeepSpeed sums whole gradients in fp32 and all-reduces them once the last backward pass is over, as
+        for ZeRO-1 in bf16 (`_do_optimizer_sanity_check` of its engine, `runtime/bf16_optimizer.py`)."""
+        strategy, types = self.strategy, self.types
+        bf16 = types.local == "bfloat16" and types.reduce == "float32" and strategy.offload_optimizer == "none"
+        return bf16 and strategy.zero_stage == 1
+
+    @property
     def reductions(self) -> int:
         """How often in a step FSDP reduces gradients; where not with every micro-batch, it sums them whole."""
         return self.layout.gradient_accumulation_steps if self.strategy.sync_each_batch else 1

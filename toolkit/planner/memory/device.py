@@ -356,14 +356,12 @@ def _add(*parts: Mapping[str, float]) -> Parts:
 
 def engine(workload: Workload) -> Engine:
     """The recipe's engine."""
-    strategy, types = workload.strategy, workload.types
+    strategy = workload.strategy
     kind: type[Engine] = Engine if workload.place is None else Piped
     if strategy.zero_stage == 3:
         kind = Zero3
     elif strategy.zero_stage:
-        # `_do_optimizer_sanity_check` of DeepSpeed's engine.
-        bf16 = types.local == "bfloat16" and types.reduce == "float32" and strategy.offload_optimizer == "none"
-        kind = Bf16Zero1 if bf16 and strategy.zero_stage == 1 else Zero2
+        kind = Bf16Zero1 if workload.reduces_at_the_end else Zero2
     elif strategy.name == "fsdp":
         kind = Fsdp
     return kind(workload)
