@@ -52,9 +52,10 @@ def memory(workload: Workload) -> list[Memory]:
         return sorted(each_process(workload), key=lambda each: -each.total.value)
     ranks = _RankMemory(workload)
     every = ranks.describe("every rank", ranks.phases(first=True))
-    if workload.layout.world_size == 1 or every.peak_phase != "save":
+    others = ranks.describe("other ranks", ranks.phases(first=False))
+    if workload.layout.world_size == 1 or others.total == every.total:
         return [every]
-    return [every.model_copy(update={"ranks": "rank 0"}), ranks.describe("other ranks", ranks.phases(first=False))]
+    return [every.model_copy(update={"ranks": "rank 0"}), others]
 
 
 def each_process(workload: Workload) -> list[Memory]:
