@@ -170,10 +170,14 @@ class Workload:
         return once, once * (1 + 1 / checkpointing.every_n_layers if checkpointing.of_layers else 1)
 
     @property
-    def passes_before(self) -> bool:
-        """Whether each micro-batch is passed over once without gradients before: answers of other rows to judged ones,
-        and texts whose vectors the losses of other micro-batches read."""
-        return self.recipe.judges or (self.recipe.embeds and self.accumulates)
+    def passes_before(self) -> int:
+        """How often each micro-batch is passed over without gradients before: answers of other rows to judged ones,
+        texts whose vectors the losses of other micro-batches read, and answers that a reference is asked about; by
+        RLOO, whose reward that is a part of, the policy too."""
+        recipe = self.recipe
+        if recipe.reinforces:
+            return (2 if recipe.objective == "rloo" else 1) if recipe.policy.beta else 0
+        return int(recipe.judges or (recipe.embeds and self.accumulates))
 
     @property
     def accumulates(self) -> bool:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from toolkit.distributed.environment import segments_grow
+from toolkit.distributed.layout import answered_at_once
 from toolkit.planner.generation import SCORES, generates, kept, turns
 from toolkit.planner.memory import teacher
 from toolkit.planner.memory.engine import Engine, Held
@@ -190,6 +191,8 @@ class _RankMemory:
         if not generates(self.recipe):
             return {}
         _, count = turns(self.workload)
+        if self.recipe.reinforces:  # Held-out prompts are answered, too, and more at once only where that is asked for.
+            count = max(count, answered_at_once(self.recipe, self.layout))
         shape = self.engine.shape
         prompt = max(1, shape.seq_len - self.recipe.rollout.max_completion_tokens)
         asked = dataclasses.replace(shape, batch=count, seq_len=prompt)
