@@ -109,6 +109,7 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     from toolkit.planner.trace import fit
 
     monkeypatch.setattr(fit, "trace", untraced)
+    monkeypatch.setattr(store, "_untraced", {})
 
 
 def pytest_collection_finish() -> None:

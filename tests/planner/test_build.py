@@ -14,7 +14,7 @@ from toolkit.data.statistics import DataStatistics
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
 from toolkit.planner.notes import _reached
-from toolkit.planner.plan import Disk, Host, Memory, Plan, Range
+from toolkit.planner.plan import Disk, Host, Memory, Plan, Range, Work
 from toolkit.planner.question import fit
 from toolkit.planner.speed.communication import HOST, link_rate
 from toolkit.planner.trace import store
@@ -506,6 +506,25 @@ def test_answers_that_a_student_writes_are_counted_by_their_share() -> None:
     assert every.work.hardware_flops_per_step == none.work.hardware_flops_per_step
     parts = every.memory[0].phases
     assert parts["generation"]["teacher"] == parts["teacher"]["teacher"] and "evaluation" in parts
+
+
+def test_what_is_computed_of_answers_that_are_rewarded() -> None:
+    name = "smollm2_135m_grpo_demo"
+
+    def work(*overrides: str) -> Work:
+        recipe = load_checked(name, ["data.max_samples=99", *overrides]).recipe
+        return estimate(recipe, name, find("h100"), advice=False).work
+
+    none, once, twice = (work(*more) for more in ([], ["policy.beta=0.1"], ["policy.beta=0.1", "objective=rloo"]))
+    asked = once.hardware_flops_per_step - none.hardware_flops_per_step
+    # The reference, and of RLOO the policy too.
+    assert 0 < asked == pytest.approx((twice.hardware_flops_per_step - none.hardware_flops_per_step) / 2)
+    assert once.model_flops_per_step == none.model_flops_per_step
+    # The gradient of a trained head, and its logits once more, as tokens count by advantages that come later.
+    full = "method.name=full"
+    trained, frozen = work(full), work(full, "method.freeze=[model.embed_tokens.weight]")
+    product = 2 * 49_152 * 576 * trained.tokens_per_step
+    assert trained.hardware_flops_per_step - frozen.hardware_flops_per_step == pytest.approx(2 * product)
 
 
 def test_the_first_pass_over_texts_is_planned_where_a_step_has_several_micro_batches(traced: None) -> None:

@@ -15,9 +15,10 @@ from ranks import Ranks
 
 from toolkit.distributed.layout import batch_layout
 from toolkit.planner.hardware import find, this_machine
-from toolkit.planner.hardware.calibrate import calibrate, sent
+from toolkit.planner.hardware.calibrate import Work, _Bench, calibrate, sent
 from toolkit.planner.hardware.calibration import Calibration, calibrated, describe, load
 from toolkit.planner.speed.communication import NETWORK, inner_link, link_rate, transfers
+from toolkit.planner.trace.tracker import Tracker
 from toolkit.planner.trace.types import Amount, Tensors, Trace
 from toolkit.planner.workload import WIDTH, Workload
 
@@ -112,6 +113,20 @@ def test_each_node_keeps_what_was_measured_between_nodes(stored: Path, ranks: Ra
     assert done.returncode == 0, done.stderr
     first, second = (load(tmp_path / node / "calibration" / stored.name) for node in "01")
     assert first.network is not None and first.network == second.network
+
+
+def test_attention_is_measured_by_the_products_that_plans_divide_by_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _Bench(on_gpu=False, seconds=1, loaded=False)
+    works: list[tuple[float, Work]] = []
+    monkeypatch.setattr(bench, "_rates", works.extend)
+    bench._attention("fp32")
+    tracker = Tracker([], [])
+    timeline = tracker.begin()
+    flops, work = works[0]
+    with tracker:
+        work()
+    # A trace counts all pairs, and a plan half of them where a causal mask hides the others.
+    assert timeline.work["attention"] / 2 == flops
 
 
 @pytest.mark.parametrize("devices", ["h200x8x2", "h200x8x4", "h200x1x4", "h200x8"])

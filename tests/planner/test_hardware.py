@@ -24,6 +24,7 @@ from toolkit.planner.hardware import Hardware, between, driver_version, find, on
 from toolkit.planner.hardware.calibration import LAYERS_VERSION, Calibration, busy, path_of
 from toolkit.planner.hardware.catalogue import shipped
 from toolkit.planner.hardware.detect import amd, cpu, detect, ram
+from toolkit.planner.speed.communication import link_rate
 from toolkit.recipe import RecipeError, list_recipes
 
 GIB = 2**30
@@ -560,6 +561,27 @@ def test_measured_figures_replace_estimates(tmp_path: Path, monkeypatch: pytest.
     assert not find("h100").device.efficiency.matmul.measured
 
 
+def test_what_passes_the_peak_of_another_figure_is_taken_as_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two RTX 3090 with a bridge between them, of which the catalogue does not know: devices are taken to use PCIe."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    store(
+        "rtx3090",
+        matmul={"bf16": [60e12, 55e12, 65e12]},
+        attention={"bf16": [70e12, 60e12, 80e12]},
+        link=[46e9, 44e9, 47e9],
+        optimizer=[1e12, 0.9e12, 1.1e12],
+    )
+    after = find("rtx3090x2")
+    device, rates = after.device, after.device.efficiency
+    assert device.pcie < 44e9 and device.flops["bf16"] < 80e12
+    for end, link, attention in (("value", 46e9, 70e12), ("low", 44e9, 60e12), ("high", 47e9, 80e12)):
+        assert link_rate("PCIe", after, end) == pytest.approx(link)  # type: ignore[arg-type]
+        assert getattr(rates.attention, end) * device.flops["bf16"] == pytest.approx(attention)
+    assert rates.optimizer.high * device.bandwidth == pytest.approx(1.1e12)
+
+
 def test_another_cpus_figures_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     rates = {32: 1e10, 512: 4e10}
@@ -727,4 +749,6 @@ def test_layers_that_were_measured_otherwise_are_measured_again() -> None:
     facts = {"device": "cpu", "title": "x", "processes": 1, "date": "2026-01-01", "versions": {}}
     older = Calibration.model_validate({**facts, "layers": {"fp32": layers}})
     assert older.again and not older.model_copy(update={"layers_version": LAYERS_VERSION}).again
-    assert not Calibration.model_validate(facts).again
+    # Several processes measure what passes between them alone; where nothing could be measured, nothing will be.
+    assert Calibration.model_validate(facts).again
+    assert not Calibration.model_validate({**facts, "layers_version": LAYERS_VERSION}).again

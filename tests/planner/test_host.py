@@ -264,6 +264,26 @@ def test_adapters_alone_are_published_from_the_device_and_sharded_ones_through_t
 
 
 @pytest.mark.parametrize(
+    ("sections", "each"),
+    [
+        # Gathered as it is trained; what is published in another type is beside that.
+        ({"strategy": {"name": "zero3"}}, 2),
+        ({"strategy": {"name": "fsdp"}}, 4 + 2),
+        ({"strategy": {"name": "fsdp"}, "precision": "fp32"}, 4),
+        ({"strategy": {"name": "fsdp"}, "precision": "pure_bf16"}, 2),
+        ({"parallel": {"tensor": 2}}, 4 + 2),
+        # Moments of all processes go to the first one where checkpoints are not in shards.
+        ({"strategy": {"name": "fsdp", "state_dict_type": "full"}}, 4 + 2),
+        ({"strategy": {"name": "fsdp", "state_dict_type": "full"}, "checkpoint": {"save_steps": 5}}, 8),
+        ({"strategy": {"name": "fsdp"}, "checkpoint": {"save_steps": 5}}, 4 + 2),
+    ],
+    ids=str,
+)
+def test_weights_on_their_way_to_a_file(sections: dict[str, Any], each: int) -> None:
+    assert host(workload(**sections)).parts["saving"] == each * P
+
+
+@pytest.mark.parametrize(
     ("strategy", "writer", "part"),
     [
         # Of the 2, 4 and 8 bytes of a parameter: weights, which one process writes, or each a sixteenth; the rest too.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from arithmetic import Arithmetic, recipe
 
+from toolkit.common import UserError
 from toolkit.planner.hardware import find
 from toolkit.planner.search import (
     EVERY,
@@ -252,6 +253,32 @@ def test_graphs_recompute_only_where_layers_are_compiled_and_keeping_all_does_no
     assert best.recipe.activation_checkpointing.mode == mode
     # A step that recomputes layers cannot be as short.
     assert ("full" in asked) == (fits == "no" and not tried)
+
+
+def test_a_model_whose_mlps_take_no_tiles_is_planned_without() -> None:
+    made = recipe(batch={"seq_len": 32768}, activation_checkpointing={"mode": "auto"})
+    asked: list[int] = []
+
+    def estimate(changed: Any, hardware: Any, may_trace: bool = False) -> Any:
+        asked.append(changed.activation_checkpointing.mlp_tiles)
+        if asked[-1] > 1:
+            raise UserError("its layers have no MLP that takes hidden states alone", "remove mlp_tiles")
+        return Arithmetic(8)(changed, hardware)
+
+    found = explore(made, find("h100"), estimate, (MODE,))
+    assert max(asked) > 1 and found and all(TILES not in each.changes for each in found)
+    # Who asks for tiles is told.
+    stated = recipe(batch={"seq_len": 32768}, activation_checkpointing={"mode": "full", "mlp_tiles": 8})
+    with pytest.raises(UserError, match="no MLP"):
+        explore(stated, find("h100"), estimate, (MODE,))
+
+
+def test_a_stated_micro_batch_is_tried_where_it_divides_the_batch() -> None:
+    made = recipe(batch={"global_batch_size": 4, "micro_batch_size": 4})
+    assert [each["batch.micro_batch_size"] for each in _micro_batches(made, 1)] == [1, 2, 4]
+    assert [each["batch.micro_batch_size"] for each in _micro_batches(made, 2)] == [1, 2]
+    found = explore(made, find("h100x2"), Arithmetic(2), ("batch.micro_batch_size",))
+    assert {each.recipe.batch.micro_batch_size for each in found} == {2}
 
 
 def test_what_would_have_been_taken_anyway_is_no_change() -> None:

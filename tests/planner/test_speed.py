@@ -15,7 +15,7 @@ from toolkit.distributed.layout import batch_layout
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.plan import Disk, Work
-from toolkit.planner.speed.communication import HOST, NETWORK, NVME, latency, transfers
+from toolkit.planner.speed.communication import BUCKET, HOST, NETWORK, NVME, latency, transfers
 from toolkit.planner.speed.step import Step
 from toolkit.planner.speed.work import PFLOP_DAY, load_of, rule_flops, work
 from toolkit.planner.trace import store
@@ -165,6 +165,13 @@ def test_attention_is_within_documents_and_padding_is_no_model_flop() -> None:
 def test_pairs_that_the_kernel_works_through(backend: str, size: int, packing: bool, share: float) -> None:
     load = load_of(recipe(data={"sources": ["x"], "packing": packing}), backend, size, 64.0, 64.0**2)
     assert load.attended == share * size * 64**2
+
+
+def test_answers_to_one_prompt_are_rows_that_a_mask_pads() -> None:
+    rewarded = recipe(
+        objective="grpo", data={"sources": ["x"], "packing": False}, rewards={"length": {"max_tokens": 9}}
+    )
+    assert load_of(rewarded, "sdpa", 1, 64.0, 64.0**2).attended == 64**2
 
 
 def test_ring_all_reduce_sends_twice_all_but_one_part() -> None:
@@ -441,7 +448,13 @@ SENT: dict[str, tuple[str, dict[str, Any], list[tuple[str, int, str, float, bool
     "zero1": (
         "zero1",
         {},
-        [("backward", 1, "NVLink", 7.0, True, 280), ("step", 1, "NVLink", 1.75, False, 161)],
+        # Whole gradients in fp32 after the last backward pass, half a billion at a time.
+        [("backward", 1, "NVLink", 7.0, False, 280 / 161 * 17), ("step", 1, "NVLink", 1.75, False, 161)],
+    ),
+    "zero1, summed in bf16": (
+        "zero1",
+        {"reduce_dtype": "bf16"},
+        [("backward", 1, "NVLink", 3.5, True, 280), ("step", 1, "NVLink", 1.75, False, 161)],
     ),
     "zero2 one after the other": (
         "zero2",
@@ -593,6 +606,22 @@ def test_each_transfer_of_an_engine_and_when_it_happens(case: str) -> None:
     found = transfers_of(recipe(strategy, engine), "h200x8")
     for one, other in zip(found, expected, strict=True):
         assert one == (*other[:3], pytest.approx(other[3], rel=1e-3), other[4], pytest.approx(other[5], rel=1e-3))
+
+
+def test_collectives_wait_for_no_more_processes_than_take_part() -> None:
+    """Of eight GPUs two divide each layer, and four have the same parts."""
+    for strategy, count in (("ddp", math.ceil(4 * PARAMETERS / BUCKET)), ("fsdp", 34)):
+        found = transfers_of(recipe(strategy, parallel={"tensor": 2}), "h200x8")
+        (gradients,) = (each for each in found if each[:2] == ("backward", 1))
+        each = latency(find("h200x4"), reduces=strategy == "ddp") / latency(find("h200x8"))
+        assert gradients[5] == pytest.approx(count * each)
+
+
+def test_less_is_kept_from_the_forward_pass_where_layers_are_recomputed() -> None:
+    """Weights that follow a layer are used a third time before its backward pass."""
+    wanted = recipe("zero3", activation_checkpointing={"mode": "full"})
+    _, backward, *_ = transfers_of(wanted, "h200x8")
+    assert backward[3] == pytest.approx(1.75 * (1 - 1e9 / 3 / PARAMETERS), rel=1e-3)
 
 
 @pytest.mark.parametrize(("passes", "precision", "again"), [(1, "fp32", 0), (2, "fp32", 1.0), (2, "pure_bf16", 0.5)])

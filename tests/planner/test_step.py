@@ -229,6 +229,20 @@ def test_rates_of_links() -> None:
     assert link_rate("PCIe", unlinked) == 1e9
 
 
+def test_answers_are_written_by_whole_weights_and_caches_that_grow() -> None:
+    def seconds(name: str, cache: int = 0) -> float:
+        made = dataclasses.replace(workload(device(devices=8), strategy={"name": name}), cache=cache)
+        return Step(made, LOAD, []).generation_seconds(3, 100.0)
+
+    # However an engine divides weights, a token is computed with all of them: DDP's in fp32, the others' in bf16.
+    assert seconds("zero3") == pytest.approx(seconds("zero1")) == pytest.approx(seconds("fsdp"))
+    tokens = 256
+    assert seconds("ddp") - seconds("zero3") == pytest.approx(tokens * (4 - 2) * TRAINED / 0.5e12)
+    # Of 100 tokens at first and 356 in the end.
+    read = tokens * 3 * 1e9 * (100 + 128) / (100 + 256) / 0.5e12
+    assert seconds("ddp", cache=10**9) - seconds("ddp") == pytest.approx(read)
+
+
 def test_evaluations_and_checkpoints() -> None:
     sent = [Transfer("forward", 4, {"NVLink": 5e9}), Transfer("backward", 4, {"NVLink": 5e9})]
     assert step(device(devices=2), sent).evaluation_seconds(LOAD) == pytest.approx(FORWARD + 0.5)

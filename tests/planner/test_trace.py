@@ -570,6 +570,19 @@ def test_code_that_cannot_be_traced_is_estimated_and_says_so(tmp_path: Path, mon
     assert peak(found, shape, "forward") == pytest.approx(peak(seen, shape, "forward") - 2 * seen.elements(), rel=0.35)
 
 
+def test_code_that_failed_once_is_not_asked_again(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(store, "_untraced", {})
+    asked: list[Any] = []
+    monkeypatch.setattr(store, "ask", lambda question: asked.append(question) or {"error": "KeyError: width"})
+    llama = {**model_configs.bundled()[LLAMA_1B].config, "model_type": "never_traced"}
+    for way in ("none", "full", "none"):
+        assert store.obtain(setting(config=llama, checkpointing=way)).origin == "formulas"
+    assert len(asked) == 2
+    # Advice goes by what was traced.
+    assert store.find(setting(config=llama)) is None
+
+
 @pytest.mark.parametrize("kind", ["t5", "marian", "led"])
 def test_the_estimate_of_an_encoder_decoder_has_both(kind: str) -> None:
     config = AutoConfig.for_model(kind)

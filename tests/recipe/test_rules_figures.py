@@ -111,6 +111,11 @@ FIGURES: list[tuple[str, str, list[str]]] = [
         ["lion has no such argument: optimizer.args.a", "is_paged, min_8bit_size, optim_bits"],
     ),
     (
+        "optimizer.name=adamw_torch_8bit optimizer.args='{amsgrad: true}'",
+        "optimizer.args",
+        ["amsgrad", "false"],
+    ),
+    (
         FSDP + "strategy.reshard_after_forward=true strategy.sharding=shard_grad_op",
         "strategy.reshard_after_forward",
         ["strategy.sharding=full_shard"],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from toolkit.planner.hardware.calibration import path_of
+from toolkit.planner.hardware.calibration import LAYERS_VERSION, path_of
 from toolkit.planner.hardware.detect import cpu
 from toolkit.report.load import parse_row
 
@@ -70,7 +70,8 @@ def leave_unmeasured(cache: Path) -> None:
     with patch.dict(os.environ, TOOLKIT_CACHE=str(cache)):
         file = path_of(device)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"{{device: cpu, title: {json.dumps(device.title)}, processes: 1, date: never, versions: {{}}}}\n")
+    facts = f"title: {json.dumps(device.title)}, processes: 1, date: never, layers_version: {LAYERS_VERSION}"
+    file.write_text(f"{{device: cpu, {facts}, versions: {{}}}}\n")
 
 
 def compile_no_inference() -> None:

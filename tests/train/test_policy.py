@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from toolkit.data.batching.batches import FixedOrder
 from toolkit.data.rewards import Scorer
 from toolkit.models.tiny import tiny_model as shrunk
 from toolkit.recipe.rules import load_checked
-from toolkit.train.evaluation.evaluate import CannotGenerate
+from toolkit.train.evaluation.evaluate import CannotGenerate, evaluate
 from toolkit.train.main import main
 from toolkit.train.trainers.policy import FILE
 from toolkit.train.trainers.rollouts import Asker, Drawn, uniform
@@ -408,11 +409,24 @@ def test_a_reward_of_ones_own_that_fails_or_has_changed_ends_the_run(capsys: Any
     Path("own.py").write_text(OWN, encoding="utf-8")
 
 
+def test_held_out_prompts_are_answered_as_many_at_once_as_the_recipe_says() -> None:
+    few = ["rollout.batch_size=4"]
+    for overrides, wanted in (([], [6]), (few, [4, 2]), ([*few, "evaluation.batch_size=5"], [5, 1])):
+        session = set_up(*overrides)
+        with patch.object(Asker, "answers", autospec=True, side_effect=Asker.answers) as answers:
+            evaluate(session)
+        assert [len(call.args[2]) for call in answers.call_args_list] == wanted
+
+
 def test_the_plan_counts_what_is_generated(capsys: Any) -> None:
     def planned(*overrides: str) -> dict[str, Any]:
         assert toolkit(["plan", "recipe=small", "hardware=h100", "--json", *overrides]) == 0
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
+
+    def cache(*overrides: str) -> int:
+        phases = planned(*overrides)["memory"][0]["phases"]
+        return int(phases["generation"]["cache"])
 
     less, more = planned("rollout.num_generations=5"), planned("rollout.num_generations=10")
     assert less["answers"] == 5 and more["work"]["tokens_per_step"] == pytest.approx(
@@ -425,5 +439,8 @@ def test_the_plan_counts_what_is_generated(capsys: Any) -> None:
     assert caches[1] == 2 * caches[0] > 0
     longer = planned("rollout.max_completion_tokens=24")
     assert longer["work"]["generation_seconds"] > 2 * less["work"]["generation_seconds"] > 0
+    # Held-out prompts are answered too.
+    few = cache("rollout.batch_size=2")
+    assert cache("rollout.batch_size=2", "evaluation.batch_size=8") == 4 * few
     reference = planned(*LORA, "policy.beta=0.1")["work"]["step_seconds"]["value"]
     assert reference > planned(*LORA)["work"]["step_seconds"]["value"]

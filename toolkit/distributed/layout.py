@@ -242,6 +242,13 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
     return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided, recipe.answers)
 
 
+def answered_at_once(recipe: Recipe, layout: BatchLayout) -> int:
+    """Held-out prompts that a process answers at once, each of them once: by default as many as a micro-batch has
+    answers, and no more than `rollout.batch_size`."""
+    rows = layout.in_sequences.micro_batch_size
+    return recipe.evaluation.batch_size or min(rows, recipe.rollout.batch_size or rows)
+
+
 def _replicas(world_size: int, together: int, key: str) -> int:
     """Groups of processes that get the same rows, or divide experts."""
     if world_size % together == 0:

@@ -64,7 +64,7 @@ class Question:
         trace = find(setting) or store.find(setting.in_bf16())
         if trace is None:
             return None
-        if recipe.prefers and not recipe.headed:
+        if (recipe.prefers or recipe.reinforces) and not recipe.headed:
             trace = trace.scored_twice()
         require_quantized(recipe, trace)
         taught = self._teacher(recipe, hardware, backend, layout, fullest, may_trace)

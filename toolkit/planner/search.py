@@ -6,6 +6,7 @@ and the micro-batch vary. Nothing here computes bytes or seconds: every setting 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Sequence
@@ -230,10 +231,10 @@ def _recomputations(recipe: Recipe, hardware: Hardware) -> list[Changes]:
 
 
 def _micro_batches(recipe: Recipe, devices: int, row_tokens: float | None = None) -> list[Changes]:
-    """Sizes of a micro-batch that are worth a plan, and the one that the recipe asks for."""
+    """Sizes of a micro-batch that are worth a plan, and the one that the recipe asks for where it divides the batch."""
     sizes = set(micro_batch_sizes(recipe, devices, row_tokens))
-    if isinstance(asked := recipe.batch.micro_batch_size, int):
-        sizes.add(asked)
+    with contextlib.suppress(UserError):
+        sizes.add(batch_layout(recipe, devices).micro_batch_size)
     return [{"batch.micro_batch_size": size} for size in sorted(sizes)]
 
 
@@ -272,15 +273,15 @@ def _search(
     for place, level in sorted(combinations, key=lambda pair: pair[1] > 0):
         changes = {**strategies[place], **modes[level]}
         mode, every, tiles = changes.get(MODE), changes.get(EVERY, 1), changes.get(TILES, 1)
-        least_seconds = 0.0
-        less = mode if tiles > 1 else "full"
-        best, plain = fastest(candidates), quickest.get((place, "none", 1, 1))
+        best, plain, least_seconds = fastest(candidates), quickest.get((place, "none", 1, 1)), 0.0
         if mode == "elementwise":
             if plain is None or not plain.compile_seconds:
                 continue  # It is done in graphs, and layers are left as they are.
             # Of equally fast ones the simpler strategy is taken.
             least_seconds = plain.step_seconds.value * (1 + TIE if best and best.rank[0] <= place else 1)
-        elif (mode == "offload" or tiles > 1) and (known := quickest.get((place, less, every, 1))):
+        elif (mode == "offload" or tiles > 1) and (
+            known := quickest.get((place, mode if tiles > 1 else "full", every, 1))
+        ):
             least_seconds = known.step_seconds.value * (1 + TIE)
         elif plain:
             least_seconds = plain.step_seconds.value + _RECOMPUTING * plain.compute_seconds.value / every
@@ -294,7 +295,12 @@ def _search(
         except UserError as error:
             refused.append(error)
             continue
-        tried = _micro_batches_worth(recipe, hardware, estimate, [{**changes, **size} for size in sizes])
+        try:
+            tried = _micro_batches_worth(recipe, hardware, estimate, [{**changes, **size} for size in sizes])
+        except UserError:
+            if tiles == 1:
+                raise
+            continue  # Not every model has MLPs that can be computed in tiles, which only its trace shows.
         candidates += [dataclasses.replace(each, rank=(place, level)) for each in tried]
         # The largest is tried first; its plan may not be known.
         if tried and tried[0].recipe == recipe.with_values({**changes, **sizes[-1]}):

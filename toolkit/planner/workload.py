@@ -170,15 +170,34 @@ class Workload:
         return once, once * (1 + 1 / checkpointing.every_n_layers if checkpointing.of_layers else 1)
 
     @property
-    def passes_before(self) -> bool:
-        """Whether each micro-batch is passed over once without gradients before: answers of other rows to judged ones,
-        and texts whose vectors the losses of other micro-batches read."""
-        return self.recipe.judges or (self.recipe.embeds and self.accumulates)
+    def passes_before(self) -> int:
+        """How often each micro-batch is passed over without gradients before: answers of other rows to judged ones,
+        texts whose vectors the losses of other micro-batches read, and answers that a reference is asked about; by
+        RLOO, whose reward that is a part of, the policy too."""
+        recipe = self.recipe
+        if recipe.reinforces:
+            return (2 if recipe.objective == "rloo" else 1) if recipe.policy.beta else 0
+        return int(recipe.judges or (recipe.embeds and self.accumulates))
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients are summed over several micro-batches."""
         return self.layout.gradient_accumulation_steps > 1
+
+    @property
+    def kept_for_backward(self) -> float:
+        """Elements of the last layers that ZeRO-3 keeps from their forward to their backward pass, because they are
+        used again within `max_reuse_distance`: what follows a layer is passed twice in between, and a third time where
+        layers are recomputed."""
+        return self.strategy.max_reuse_distance / (3 if self.recipe.activation_checkpointing.of_layers else 2)
+
+    @property
+    def reduces_at_the_end(self) -> bool:
+        """Whether DeepSpeed sums whole gradients in fp32 and all-reduces them once the last backward pass is over, as
+        for ZeRO-1 in bf16 (`_do_optimizer_sanity_check` of its engine, `runtime/bf16_optimizer.py`)."""
+        strategy, types = self.strategy, self.types
+        bf16 = types.local == "bfloat16" and types.reduce == "float32" and strategy.offload_optimizer == "none"
+        return bf16 and strategy.zero_stage == 1
 
     @property
     def reductions(self) -> int:

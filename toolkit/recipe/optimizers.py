@@ -56,6 +56,8 @@ _ARGUMENTS: dict[tuple[str, Family], dict[str, Argument]] = {
         **{"relative_step": _NEVER, "scale_parameter": FLAG, "warmup_init": _NEVER},
         "eps": Argument("a pair of numbers, which a recipe cannot write", lambda value: False),
     },
+    # It cannot compare moments in few bits, as AMSGrad does.
+    ("torchao", "adam"): {"amsgrad": _NEVER, "bf16_stochastic_round": FLAG, "block_size": count(1)},
     ("bitsandbytes", "adam"): {**_PAGED, **_BLOCKS, "amsgrad": FLAG},
     ("bitsandbytes", "lion"): {**_PAGED, **_BLOCKS},
     ("bitsandbytes", "ademamix"): {

@@ -194,8 +194,8 @@ class Rollout(Section):
     system: str | None = None
     """A system message for every prompt that has none, e.g. one that asks for a format."""
     batch_size: Tokens | None = None
-    """Number of answers that a process generates at once; by default all of its step. Fewer need less memory and more
-    time."""
+    """Number of answers that a process generates at once; by default all of its step, and in an evaluation as many as a
+    micro-batch has, unless `evaluation.batch_size` says how many. Fewer need less memory and more time."""
     server: Annotated[str, AfterValidator(_address)] | None = None
     """URL of a vLLM server that generates the answers on its own devices, e.g. `http://localhost:8000`. Without one,
     the training processes generate them with Transformers."""

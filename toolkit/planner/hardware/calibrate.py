@@ -52,8 +52,9 @@ _DTYPES |= {"tf32": torch.float32, "fp8": torch.bfloat16}
 _FP8 = torch.float8_e4m3fn
 _ADAMW_BYTES = 28
 """Per fp32 parameter: weight, gradient and two moments are read, weight and moments written, 4 bytes each."""
-_BACKWARD_ATTENTION = 2.5
-"""Matrix products of the backward pass for one of the forward pass: 5 to 2 (Dao 2023, FlashAttention-2, 4.1)."""
+_BACKWARD_ATTENTION = 2
+"""Matrix products of the backward pass for one of the forward pass, as traces count them (`tracker.backward_flops`) and
+plans divide them by what is measured here: that kernels form Q K^T once more is in their time alone."""
 _MODEL_BANDWIDTH = 0.85
 """What the element-wise kernels of a model reach of these: they read strided rows and two dtypes, and most are short.
 On an H100 (torch 2.11) it was 0.7 to 0.75 for full fine-tuning and 0.87 to 0.89 for adapters, where more of it are

@@ -96,9 +96,9 @@ class Calibration(Section):
 
     @property
     def again(self) -> bool:
-        """Whether to measure once more: what other programs slowed down, and what earlier versions did not measure."""
-        older = bool(self.layers) and self.layers_version < LAYERS_VERSION
-        return older or (self.busy and not busy())
+        """Whether to measure a CPU once more: what other programs slowed down, and what earlier versions, or several
+        processes, did not measure."""
+        return self.layers_version < LAYERS_VERSION or (self.busy and not busy())
 
 
 def path_of(device: Device) -> Path:
@@ -224,19 +224,21 @@ def calibrated(hardware: Hardware, figures: Calibration) -> Hardware:
         rates["matmul"] = rates[compute]
     for dtype, figure in figures.attention.items():
         if dtype in flops:
-            _, rates["attention"] = _share(figure, flops[dtype])
+            rates["attention"] = _part(figure, flops[dtype])
     moving = {dtype: _range(part * each.bandwidth) for dtype, each in figures.layers.items()}
     bandwidth = max([device.bandwidth, *(high for _, _, high in moving.values())])
     peaks = {"bandwidth": bandwidth, "pcie": device.pcie, "network": node.network}
     if device.link:
         peaks["link"] = device.link
     for name in ("bandwidth", "optimizer", "pcie", "link", "network"):
-        # Others are shares of a peak that is not theirs: without a link devices use PCIe.
-        of = name if name in peaks else {"optimizer": "bandwidth", "link": "pcie"}[name]
-        if figure := getattr(figures, name):
-            peak, rates[name] = _share([part * each for each in figure], peaks[of])
-            if name == of:
-                peaks[name] = peak
+        if not (figure := getattr(figures, name)):
+            continue
+        figure = [part * each for each in figure]
+        if name in peaks:
+            peaks[name], rates[name] = _share(figure, peaks[name])
+        else:
+            # Others are shares of a peak that is not theirs, and may pass it: without a link devices use PCIe.
+            rates[name] = _part(figure, peaks[{"optimizer": "bandwidth", "link": "pcie"}[name]])
     if figures.launch_seconds:
         value, low, high = figures.launch_seconds
         rates["launch_seconds"] = Rate(value, low, high, measured=True)
@@ -274,8 +276,12 @@ def _rate(value: float) -> Rate:
 
 def _share(figure: list[float], peak: float) -> tuple[float, Rate]:
     peak = max(peak, figure[2])
+    return peak, _part(figure, peak)
+
+
+def _part(figure: list[float], peak: float) -> Rate:
     value, low, high = (each / peak for each in figure)
-    return peak, Rate(value, low, high, measured=True)
+    return Rate(value, low, high, measured=True)
 
 
 def describe(path: Path) -> str:

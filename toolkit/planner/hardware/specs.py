@@ -83,7 +83,8 @@ class Efficiency(Section):
 
     Args:
         matmul: Large matrix products in the compute dtype, sustained, of `Device.flops`.
-        attention: Fused attention, forward and backward together, of `Device.flops`.
+        attention: Fused attention, forward and backward together, of `Device.flops`; what a backward pass computes once
+            more is not counted.
         bandwidth: Element-wise operations, of `Device.bandwidth`.
         optimizer: A fused optimizer step, of `Device.bandwidth`.
         link: Collectives within a node, of `Device.link` (or `pcie`, where there is no link).

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from toolkit.distributed.environment import segments_grow
+from toolkit.distributed.layout import answered_at_once
 from toolkit.planner.generation import SCORES, generates, kept, turns
 from toolkit.planner.memory import teacher
 from toolkit.planner.memory.engine import Engine, Held
@@ -52,9 +53,10 @@ def memory(workload: Workload) -> list[Memory]:
         return sorted(each_process(workload), key=lambda each: -each.total.value)
     ranks = _RankMemory(workload)
     every = ranks.describe("every rank", ranks.phases(first=True))
-    if workload.layout.world_size == 1 or every.peak_phase != "save":
+    others = ranks.describe("other ranks", ranks.phases(first=False))
+    if workload.layout.world_size == 1 or others.total == every.total:
         return [every]
-    return [every.model_copy(update={"ranks": "rank 0"}), ranks.describe("other ranks", ranks.phases(first=False))]
+    return [every.model_copy(update={"ranks": "rank 0"}), others]
 
 
 def each_process(workload: Workload) -> list[Memory]:
@@ -189,6 +191,8 @@ class _RankMemory:
         if not generates(self.recipe):
             return {}
         _, count = turns(self.workload)
+        if self.recipe.reinforces:  # Held-out prompts are answered, too, and more at once only where that is asked for.
+            count = max(count, answered_at_once(self.recipe, self.layout))
         shape = self.engine.shape
         prompt = max(1, shape.seq_len - self.recipe.rollout.max_completion_tokens)
         asked = dataclasses.replace(shape, batch=count, seq_len=prompt)
@@ -356,14 +360,12 @@ def _add(*parts: Mapping[str, float]) -> Parts:
 
 def engine(workload: Workload) -> Engine:
     """The recipe's engine."""
-    strategy, types = workload.strategy, workload.types
+    strategy = workload.strategy
     kind: type[Engine] = Engine if workload.place is None else Piped
     if strategy.zero_stage == 3:
         kind = Zero3
     elif strategy.zero_stage:
-        # `_do_optimizer_sanity_check` of DeepSpeed's engine.
-        bf16 = types.local == "bfloat16" and types.reduce == "float32" and strategy.offload_optimizer == "none"
-        kind = Bf16Zero1 if bf16 and strategy.zero_stage == 1 else Zero2
+        kind = Bf16Zero1 if workload.reduces_at_the_end else Zero2
     elif strategy.name == "fsdp":
         kind = Fsdp
     return kind(workload)

@@ -56,10 +56,7 @@ def host(workload: Workload) -> Host:
     if not on_cpu:
         # One after the other.
         loading = max(_loading(each) for each in (workload, workload.teacher) if each)
-        if recipe.strategy.shards_parameters or recipe.parallel.divides:
-            saving = whole_model(dataclasses.replace(workload, trace=workload.trace.whole()))
-        elif recipe.method.name == "full":
-            saving = workload.trace.elements() * WIDTH[workload.types.export]
+        saving = _saving(dataclasses.replace(workload, trace=workload.trace.whole()))
     drives = disk(workload)
     if drives.snapshots:
         # Of one that is being written.
@@ -146,6 +143,20 @@ def _nvme(workload: Workload) -> float:
     if strategy.offload_param == "nvme":
         need += held.parameters + held.adapters
     return need * workload.processes_per_node
+
+
+def _saving(workload: Workload) -> float:
+    """The model on its way from the devices to a file, on the host of the first process, and what a checkpoint that is
+    not written in shards gathers there."""
+    recipe, types, full = workload.recipe, workload.types, workload.recipe.method.name == "full"
+    if not (recipe.strategy.shards_parameters or recipe.parallel.divides):
+        return float(workload.trace.elements() * WIDTH[types.export] * full)
+    # All of it in the dtype of training, and as it is published beside that.
+    casts = full and types.export != types.local
+    model = whole_model(workload) * (1 + casts * WIDTH[types.export] / WIDTH[types.local])
+    gathers = recipe.checkpoint.saves and recipe.strategy.name == "fsdp" and recipe.strategy.state_dict_type == "full"
+    # Weights and moments one after the other (accelerate's `save_fsdp_model` and `save_fsdp_optimizer`).
+    return max(model, states(workload, Division()).optimizer if gathers else 0.0)
 
 
 def _loading(workload: Workload) -> float:

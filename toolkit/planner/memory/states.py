@@ -20,10 +20,8 @@ from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 from toolkit.recipe.sections import Optimizer
 
 BLOCK = 256
-"""8-bit state: elements that share an fp32 scale. Tensors below `Traits.smallest` keep 32 bits (bitsandbytes 0.50,
-`Optimizer2State.init_state`; torchao's `AdamW8bit` has the same)."""
-BLOCK_4BIT = 128
-"""torchao's `AdamW4bit`: elements that share an fp32 scale."""
+"""In few bits: elements that share an fp32 scale. Tensors below `Traits.smallest` keep 32 bits (bitsandbytes 0.50,
+`Optimizer2State.init_state`; Transformers gives torchao's the same `block_size`, unless `optimizer.args` does)."""
 PAGED = 100_000
 """Elements from which bitsandbytes puts the state of a paged optimizer into unified memory (`get_state_buffer`)."""
 
@@ -52,15 +50,15 @@ def moment_bytes(
         # Sums of squares in fp32, of each row and each column; vectors whole.
         sums = numel // shape[-1] + numel // shape[-2] if matrix else numel
         return 4.0 * (sums + traits.moments * numel)
-    return traits.moments * numel * _moment_width(traits, numel, master, embedding and matrix)
+    block = int(optimizer.args.get("block_size", BLOCK))
+    return traits.moments * numel * _moment_width(traits, numel, master, embedding and matrix, block)
 
 
-def _moment_width(traits: Traits, numel: int, master: str, embedding: bool) -> float:
+def _moment_width(traits: Traits, numel: int, master: str, embedding: bool, block: int = BLOCK) -> float:
     """Bytes of an element of one moment."""
     torchao = traits.module == "torchao"
     if traits.bits == 32:
         return WIDTH[traits.state_dtype(master)]
-    block = BLOCK_4BIT if traits.bits == 4 else BLOCK
     if numel < traits.smallest or (torchao and numel % block) or (embedding and not torchao):
         return WIDTH[master] if torchao else 4
     return traits.bits / 8 + 4 * math.ceil(numel / block) / numel

@@ -10,7 +10,7 @@ from toolkit.planner.memory.states import gathered
 from toolkit.planner.trace.types import Moment
 from toolkit.planner.workload import Workload
 
-_ALL_REDUCE = 500_000_000
+ALL_REDUCE = 500_000_000
 """Elements that `buffered_allreduce_fallback` flattens at a time (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
 SUB_GROUP = 1_000_000_000
 """Elements that ZeRO-3 updates at a time (`sub_group_size`)."""
@@ -148,7 +148,7 @@ class Bf16Zero1(_Zero):
             return
         yield moment, Held(moment.gradients.at(self.shape))
         # In the end all are added to the fp32 gradients, and these are flattened to be reduced.
-        yield self.kept(moment, 0), Held(made, min(self.trained, _ALL_REDUCE) * self.reduce)
+        yield self.kept(moment, 0), Held(made, min(self.trained, ALL_REDUCE) * self.reduce)
 
     def loading(self) -> float:
         masters = self.owned * 4
@@ -224,8 +224,7 @@ class Zero3(_Zero):
         bucket = min(everything, self.strategy.prefetch_bucket_size * width)
         together = bucket if bucket > largest else 0.0
         ahead = self.strategy.max_live_parameters * width if bucket else largest
-        again = 3 if self.recipe.activation_checkpointing.of_layers else 2
-        reused = self.strategy.max_reuse_distance / again * width if moment.phase != "evaluation" else 0
+        reused = self.workload.kept_for_backward * width if moment.phase != "evaluation" else 0
         full = min(everything, max(ahead, reused + largest))
         in_layers = self.trace.elements(place="layer")
         layer, outside = self.layer() * width, (self.trace.elements() - in_layers) * width

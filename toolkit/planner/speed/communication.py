@@ -12,6 +12,7 @@ micro-batch, all in one dtype.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from toolkit.distributed.engines import reshards_after_forward
 from toolkit.planner.hardware import End, Hardware
 from toolkit.planner.memory.offload import kept_from_nvme
 from toolkit.planner.memory.states import states
+from toolkit.planner.memory.zero import ALL_REDUCE
 from toolkit.planner.pipeline import hops, tied_bytes
 from toolkit.planner.trace.types import Tensors
 from toolkit.planner.workload import WIDTH, Workload
@@ -123,7 +125,8 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
     strategy, types, trace, trained = workload.strategy, workload.types, workload.trace, workload.trained
     every, reduced = workload.layout.gradient_accumulation_steps, trained * WIDTH[types.reduce]
     gather = functools.partial(_gathered, workload)
-    once, both = latency(workload.hardware), latency(workload.hardware, reduces=True)
+    peers = _peers(workload)
+    once, both = latency(peers), latency(peers, reduces=True)
     buckets = math.ceil(trained / strategy.reduce_bucket_size)
     if strategy.name in ("single", "ddp"):
         # Accelerate's `no_sync` leaves all but the last micro-batch local (Li et al. 2020, section 3.2.4).
@@ -135,17 +138,18 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
     elif strategy.zero_stage in (1, 2):
         # `average_tensor` all-reduces, although each rank keeps only its part: `use_multi_rank_bucket_allreduce`.
         # Stage 2 drops what is not its own after each micro-batch, and so has to reduce each.
-        times = every if strategy.zero_stage == 2 else 1
-        yield Transfer("backward", times, gather(2 * reduced), strategy.overlap_comm, buckets * both)
+        times, hidden = every if strategy.zero_stage == 2 else 1, strategy.overlap_comm
+        if workload.reduces_at_the_end:
+            # `buffered_allreduce_fallback`, on the stream that computes.
+            buckets, hidden = math.ceil(trained / ALL_REDUCE), False
+        yield Transfer("backward", times, gather(2 * reduced), hidden, buckets * both)
         gathers = math.ceil(trained / strategy.allgather_bucket_size)
         yield Transfer("step", 1, gather(trained * WIDTH[types.local]), False, gathers * once)
     elif strategy.zero_stage == 3:
         whole = sum(_bytes(workload, each) for each in trace.tensors if _divided(workload, each))
         small = sum(_bytes(workload, each) for each in trace.tensors if each.trained and not _divided(workload, each))
         prefetched = strategy.prefetch_bucket_size > 0
-        # What is used again within `max_reuse_distance` is kept: twice the elements that follow a layer lie between
-        # its forward and its backward pass.
-        again = max(0.0, 1 - strategy.max_reuse_distance / 2 / max(1, trace.elements()))
+        again = max(0.0, 1 - workload.kept_for_backward / max(1, trace.elements()))
         # A bucket ahead, or where that is larger a layer.
         ahead = math.ceil(trace.elements() / strategy.prefetch_bucket_size) if prefetched else 0
         gathers = max(trace.layers, ahead)
@@ -230,9 +234,7 @@ def _replicas(workload: Workload) -> Iterator[Transfer]:
     if size := workload.apart * WIDTH[workload.types.local]:
         parts = workload.layout.expert
         divided = (each.count for each in workload.trace.tensors if each.trained and each.parts == parts)
-        waiting = sum(divided) * latency(
-            workload.hardware, reduces=True, within=parts < workload.hardware.devices_per_node
-        )
+        waiting = sum(divided) * latency(_peers(workload, parts), reduces=True)
         if workload.layout.world_size > parts:
             yield Transfer("backward", 1, _gathered(workload, 2 * size, parts=parts), latency=waiting)
 
@@ -240,24 +242,32 @@ def _replicas(workload: Workload) -> Iterator[Transfer]:
 def _gathered(
     workload: Workload, size: float, within_nodes: bool = False, parts: int | None = None
 ) -> dict[str, float]:
-    """Sent by gathering `size` bytes, or by reducing and scattering them; an all-reduce does both. Each process that
-    divides layers does it with those that have the same parts, and each of a pipeline with those of the same stages,
-    which are of neighbouring ranks.
+    """Sent by gathering `size` bytes, or by reducing and scattering them; an all-reduce does both.
+
+    Args:
+        parts: See `_peers`.
+    """
+    peers = _peers(workload, parts)
+    inner, nodes = peers.devices_per_node, peers.nodes
+    across = {} if within_nodes else {NETWORK: size * (nodes - 1) / nodes / inner}
+    return {inner_link(peers): size * (inner - 1) / inner, **across}
+
+
+def _peers(workload: Workload, parts: int | None = None) -> Hardware:
+    """The devices of those that gather and reduce together. Each process that divides layers does it with those that
+    have the same parts, and each of a pipeline with those of the same stages, which are of neighbouring ranks.
 
     Args:
         parts: Of how many processes one takes part, where that is another number.
     """
+    hardware, layout = workload.hardware, workload.layout
     if workload.place is not None:
-        ranks = workload.layout.world_size // workload.layout.pipeline
-        inner = min(ranks, workload.hardware.devices_per_node)
-        nodes = ranks // inner
-        across = {NETWORK: size * (nodes - 1) / nodes / inner}
-        return {inner_link(workload.hardware): size * (inner - 1) / inner, **across}
-    parts, nodes = parts or workload.layout.tensor, workload.hardware.nodes
-    inner = max(1, workload.hardware.devices_per_node // parts)
-    nodes = max(1, nodes * workload.hardware.devices_per_node // (inner * parts))
-    across = {} if within_nodes else {NETWORK: size * (nodes - 1) / nodes / inner}
-    return {inner_link(workload.hardware): size * (inner - 1) / inner, **across}
+        ranks = layout.world_size // layout.pipeline
+        inner = min(ranks, hardware.devices_per_node)
+    else:
+        parts = parts or layout.tensor
+        ranks, inner = hardware.devices // parts, max(1, hardware.devices_per_node // parts)
+    return dataclasses.replace(hardware, devices_per_node=inner, nodes=max(1, ranks // inner))
 
 
 def _fsdp(workload: Workload) -> Iterator[Transfer]:
@@ -272,7 +282,7 @@ def _fsdp(workload: Workload) -> Iterator[Transfer]:
     reduced = workload.trained * WIDTH[types.reduce]
     # Each layer is a unit, and so are the embeddings and the head.
     units = trace.layers + 2
-    waiting = units * latency(hardware, across=not hybrid)
+    waiting = units * latency(_peers(workload), across=not hybrid)
     yield Transfer("forward", every, gather(whole), latency=waiting)
     if reshards_after_forward(workload.recipe):
         yield Transfer("backward", every, gather(max(0, whole - kept)), latency=waiting)

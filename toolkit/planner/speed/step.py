@@ -16,7 +16,7 @@ from statistics import NormalDist
 from toolkit.models.output_heads.head_chunk import head_chunk
 from toolkit.planner.generation import generates, kept, prompt_tokens, turns
 from toolkit.planner.hardware import End, Rate, between
-from toolkit.planner.memory.states import states
+from toolkit.planner.memory.states import states, weights
 from toolkit.planner.memory.teacher import streamed
 from toolkit.planner.pipeline import bubble
 from toolkit.planner.plan import Disk
@@ -135,7 +135,7 @@ class Step:
         }
         self.passing = passes
         update = self._update_seconds(on_host)
-        before = every * self.evaluation_seconds(load) if workload.passes_before else 0.0
+        before = workload.passes_before * every * self.evaluation_seconds(load)
         if self._teacher:
             before = every * self._asking_seconds(load)
         self.generation = 0.0
@@ -144,10 +144,6 @@ class Step:
             answers = self._recipe.rollout.num_generations if self._recipe.reinforces else 1
             once = times * self.generation_seconds(count, prompt_tokens(workload, load), answers)
             self.generation = once / self._recipe.policy.num_iterations
-        if self._recipe.reinforces:
-            # The reference; of RLOO, whose reward it is a part of, the policy, too.
-            passes_before = (2 if self._recipe.objective == "rloo" else 1) if self._recipe.policy.beta else 0
-            before = passes_before * every * self.evaluation_seconds(load)
         self.compute = before + self.generation + every * sum(passes.values()) + self._accumulation_seconds()
         self.compute += 0.0 if on_host else update
         host = [each for each in sent if each.to_host]
@@ -189,8 +185,11 @@ class Step:
             padded, pairs = rows * length, rows * length**2
             return Load(padded, padded, pairs, pairs, pairs, length, float(rows))
 
-        held = states(self._workload)
-        read = held.parameters + held.adapters + kept(self._workload, count)
+        # Whole weights, which engines that divide them gather, FSDP in the dtype that it computes in.
+        gathers = WIDTH[self._workload.types.compute] if self._workload.strategy.name == "fsdp" else None
+        read = weights(self._workload, self._trace.tensors, gathers)
+        # Answers grow: of what they keep, half is there on average.
+        read += kept(self._workload, count) * (prompt + tokens / 2) / (prompt + tokens)
         reading = read / (self._hardware.device.bandwidth * self._of(self._hardware.efficiency(self._dtype).bandwidth))
         asked = self._reading_seconds(load(math.ceil(count / each), prompt))
         return asked + tokens * (self._reading_seconds(load(count, 1.0)) + reading)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 
 from toolkit.data.statistics import DataStatistics, Dealt
-from toolkit.distributed.layout import BatchLayout, Length, run_length
+from toolkit.distributed.layout import BatchLayout, Length, answered_at_once, run_length
 from toolkit.models.attention.backends import VARLEN
 from toolkit.planner.hardware import DOCUMENTS, End, Hardware
 from toolkit.planner.pipeline import processes
@@ -134,7 +134,7 @@ def _slowest(
     return max(every, key=lambda each: Step(each[0], load, each[1], experts=experts).seconds)
 
 
-def flops(recipe: Recipe, trace: Trace, load: Load, passes_before: bool = False) -> tuple[float, float]:
+def flops(recipe: Recipe, trace: Trace, load: Load, passes_before: int = 0) -> tuple[float, float]:
     """FLOPs of a micro-batch that the model needs, and those that are executed.
 
     The first are what model FLOPs utilisation counts (Chowdhery et al. 2022, appendix B): no padding, nothing twice,
@@ -150,7 +150,7 @@ def flops(recipe: Recipe, trace: Trace, load: Load, passes_before: bool = False)
     for name, sign in (("forward", 1), ("backward", 1), ("recompute", -1)):
         useful += sign * passes[name].attention.of(layers, tokens, pairs, load.longest)
     done = 0.0
-    for name in ("forward", "backward", *(["evaluation"] if passes_before else [])):
+    for name in ("forward", "backward", *["evaluation"] * passes_before):
         done += _executed(trace, name, load)
     return useful, done
 
@@ -233,7 +233,7 @@ def load_of(
         kernel, stretch = DOCUMENTS, within / tokens
     elif backend == "flex":
         attended = within / 2
-    elif backend == "sdpa" and not recipe.data.packing and size == 1 and not (recipe.pairs or recipe.embeds):
+    elif backend == "sdpa" and not recipe.data.packing and size == 1 == recipe.answers:
         # Where nothing is padded Transformers passes `is_causal`; a mask makes the kernel work through all pairs.
         attended = grid / 2
     # Targets are taken to be as long as their sources.
@@ -288,7 +288,7 @@ def _total(
         # Each held-out prompt is answered once.
         ((times, number, tokens),) = passes
         assert counted is not None
-        rows = settings.batch_size or layout.in_sequences.micro_batch_size
+        rows = answered_at_once(recipe, layout)
         prompt = max(1.0, tokens / number - recipe.rollout.max_completion_tokens)
         batches = times * math.ceil(number / rows / layout.data_parallel_size)
         at_once = math.ceil(min(rows, number))

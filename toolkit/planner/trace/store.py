@@ -42,8 +42,8 @@ _read_before: dict[str, Trace] = {}
 """Traces by key: advice asks for the same one again and again."""
 _told: set[str] = set()
 """Architectures of which it was said that they are traced."""
-_too_long: dict[str, str] = {}
-"""Why an architecture's code is not traced in time: in another setting it takes as long."""
+_untraced: dict[str, str] = {}
+"""Why there is no trace, by key; and by architecture where its code takes too long, which it does in any setting."""
 
 
 def find(setting: Setting) -> Trace | None:
@@ -97,9 +97,9 @@ def _trace_in_worker(setting: Setting) -> Trace:
         # Another process may have made it while this one waited.
         known = find(setting)
         if known is None:
-            architecture = setting.architecture()
-            if architecture in _too_long:
-                return estimated(setting, _too_long[architecture])
+            key, architecture = setting.key(), setting.architecture()
+            if why := _untraced.get(architecture) or _untraced.get(key):
+                return estimated(setting, why)
             ways = f"{setting.method['name']}, checkpointing {setting.checkpointing}, attention {setting.attention}"
             sizes = {way: getattr(setting, way) for way in ("tensor", "context", "expert")}
             ways += "".join(f", parallel.{way} {size}" for way, size in sizes.items() if size > 1)
@@ -109,12 +109,11 @@ def _trace_in_worker(setting: Setting) -> Trace:
             _log.log(level, "tracing this model for the first time: method %s", ways)
             _told.add(architecture)
             answer = ask({"trace": dataclasses.asdict(setting)})
-            if answer.get("error", "").startswith(TimeoutError.__name__):
-                _too_long[architecture] = answer["error"]
             if answer.get("change"):
                 raise UserError(answer["error"], answer["change"])
-            if "error" in answer:
-                return estimated(setting, answer["error"])
+            if why := answer.get("error", ""):
+                _untraced[architecture if why.startswith(TimeoutError.__name__) else key] = why
+                return estimated(setting, why)
             known = Trace.from_json(answer["trace"])
             keep(setting, known)
     return known

@@ -24,6 +24,7 @@ from toolkit.data.encoding.encode import Encoder
 from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.data.thoughts import text_of
+from toolkit.distributed.layout import answered_at_once
 from toolkit.models.attention.backends import OTHER_POSITIONS
 from toolkit.models.attention.decode_attention import decoding
 from toolkit.models.lora_products import without_idle
@@ -51,8 +52,7 @@ def evaluate(session: Session) -> Evaluated:
     """One evaluation on all processes: held-out loss and, where asked for, metrics of generated targets."""
     trainer, settings = session.trainer, session.recipe.evaluation
     layout = session.layout
-    # Held-out prompts are answered once each, a micro-batch of them as often as there are answers to one.
-    size = layout.in_sequences.micro_batch_size if session.recipe.reinforces else layout.micro_batch_size
+    size = answered_at_once(session.recipe, layout) if session.recipe.reinforces else layout.micro_batch_size
     if session.recipe.rollout.server:
         # A server divides what it is asked by itself.
         size = math.ceil(len(trainer.eval_dataset) / session.world.world_size)
