@@ -37,6 +37,8 @@ _EITHER = (
 )
 """Keys that say the same in two ways: a new one replaces the other one of what it changes."""
 
+OF_SOURCES = ("format", "columns", "ignore", "eval_sources")
+"""Keys of a data section that describe its sources, and so do not go over to others."""
 _HELD_OUT = 0.05
 """Fraction of rows that takes the place of a split's name; what all messages give as an example."""
 
@@ -203,7 +205,7 @@ def replaced(stated: Mapping[str, Any]) -> list[str]:
 
 
 def inherited(data: Mapping[str, Any], stated: Container[str] = ()) -> dict[str, Any]:
-    """What other sources, given as a word, inherit of a data section.
+    """What other sources, given as a word or an option, inherit of a data section.
 
     They have a form, columns and splits of their own: where a split was held out, or a source, a fraction of them is.
 
@@ -211,7 +213,7 @@ def inherited(data: Mapping[str, Any], stated: Container[str] = ()) -> dict[str,
         data: The section that was written for the sources before them.
         stated: Keys that are written for the new ones.
     """
-    kept = {key: value for key, value in data.items() if key not in ("format", "columns", "eval_sources")}
+    kept = {key: value for key, value in data.items() if key not in OF_SOURCES}
     held_out = kept.get("eval_split") or data.get("eval_sources")
     if held_out and not isinstance(held_out, float):
         kept["eval_split"] = _HELD_OUT
