@@ -128,9 +128,11 @@ def prepare(
     audited = open_sources(data.training_sources(), True, AUDITED_ROWS) if data.streaming else train
 
     root = cache or cache_dir() / "data"
+    # More samples are no other data: a run may go on with them.
+    name = fingerprint if (count := _num_samples(recipe)) == MIN_SAMPLES else f"{fingerprint}-{count}"
     statistics = None
     try:
-        path = build_sealed(root / fingerprint, lambda folder: _build(recipe, chunker, task, audited, held_out, folder))
+        path = build_sealed(root / name, lambda folder: _build(recipe, chunker, task, audited, held_out, folder))
         audit = auditing.Audit.model_validate_json((path / "audit.json").read_bytes())
         if not data.streaming:
             statistics = _count(path, audit, recipe)
@@ -364,7 +366,6 @@ def _fingerprint(
         "seq_len": recipe.batch.seq_len,
         "vocab_size": vocab_size,
         "seed": recipe.seed,
-        "samples": _num_samples(recipe),
         **(_of_prompts(recipe) if recipe.reinforces else {}),
         **({"schema": schema} if schema else {}),
         **({"embedding": recipe.embedding.model_dump(mode="json")} if recipe.embeds else {}),
