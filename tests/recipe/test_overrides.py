@@ -298,3 +298,22 @@ def test_what_describes_the_old_data_does_not_go_over_to_others(mine: Path, old:
         assert [source.path for source in data.sources] == ["tatsu-lab/alpaca" if is_alpaca else "b.jsonl"]
         assert (data.format, data.columns, data.ignore) == ("alpaca" if is_alpaca else "auto", {}, [])
         assert (data.eval_sources, data.eval_split, data.shuffle) == ([], 0.01 if is_alpaca else 0.05, False)
+
+
+@pytest.mark.parametrize("change", ["model=org/other", "model=smollm2_360m_instruct"])
+@pytest.mark.parametrize("old", ["path: m", "option: smollm2_135m_builtin"])
+def test_a_tokenizer_and_a_revision_do_not_go_over_to_another_model(mine: Path, old: str, change: str) -> None:
+    write("long", f"model: {{{old}, tokenizer: ./own, revision: abc, chat_template: chatml}}\ndata: {{sources: [a]}}\n")
+    assert load("long").recipe.model.tokenizer == "./own" and not load("long").warnings
+    write("child", f"defaults: long\n{change.replace('=', ': ')}\n")
+    write_diff("long", [change], "copied")
+    for loaded in (load("long", [change]), load("child"), load("copied")):
+        model = loaded.recipe.model
+        assert model.path in ("org/other", "HuggingFaceTB/SmolLM2-360M-Instruct")
+        assert (model.tokenizer, model.revision, model.chat_template) == (None, None, "chatml")
+    if old == "path: m":
+        (warning,) = load("child").warnings
+        assert warning.path == "model.chat_template" and "was written for m, and stays" in warning.what
+    kept = load("long", [change, "model.tokenizer=./mine", "~model.chat_template"])
+    assert (kept.recipe.model.tokenizer, kept.recipe.model.chat_template, kept.warnings) == ("./mine", None, ())
+    assert load("long", ["model.path=org/other"]).recipe.model.tokenizer == "./own"

@@ -90,7 +90,9 @@ def compose_recipe(name: str, overrides: Sequence[str], folder: str | Path | Non
     warnings = walk.overruled(file, result)
     for key in changes.removed:
         result.drop(key)
-    if changes.other_data:
+    if "model" in changes.others:
+        result.leave_model(changes.values.get("model.path"))
+    if "data" in changes.others:
         result.leave_data({key.partition(".")[2] for key in changes.values if key.startswith("data.")})
     config, problems = OmegaConf.create(result.values), list(changes.problems)
     for key, value in changes.values.items():
@@ -114,6 +116,7 @@ def compose_recipe(name: str, overrides: Sequence[str], folder: str | Path | Non
         ]
         result.origins |= dict.fromkeys([*words, key], COMMAND_LINE)
     warnings = [warning for warning in warnings if result.origins.get(warning.path) != COMMAND_LINE]
+    warnings += [warning for warning in result.warnings if result.origins.get(warning.path) == warning.where]
     return Composed(name, file, plain(config), result.origins, problems, walk.texts(result) | changes.texts, warnings)
 
 
@@ -200,9 +203,10 @@ class _Walk:
                 self._extend(step, [*around, file])
             elif step == "_self_":
                 self._order += [group for group in chosen if group not in self._order]
-                is_outer = "data" in self._order and self._is_outer(self.choices.get("data"), around)
-                if is_outer and any(layer.other_data for layer in self._chosen("data")):
-                    own.forget_sources()
+                for group in ("data", "model"):
+                    is_outer = group in self._order and self._is_outer(self.choices.get(group), around)
+                    if is_outer and any(layer.others for layer in self._chosen(group)):
+                        own.leave_to_option(group)
                 self._order.append(own)
             elif isinstance(step, str) and step not in self._order:
                 self._order.append(step)
@@ -300,8 +304,9 @@ class _Walk:
         """The layers of the option that was chosen for a group."""
         choice = self.choices.get(group)
         layers = self._option(group, choice.option, choice.place, []) if choice and choice.option is not None else []
-        if group == "data" and any("sources" in (layer.values["data"] or {}) for layer in layers):
-            layers[0].other_data = True
+        main_key = sections()[group].main_key
+        if any(main_key in (layer.values[group] or {}) for layer in layers):
+            layers[0].others.add(group)
         return layers
 
     def _option(self, group: str, option: str, place: str, around: list[Path]) -> list[Layer]:

@@ -9,9 +9,9 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from toolkit.recipe.dotted import remove, value_at
-from toolkit.recipe.errors import Origins
+from toolkit.recipe.errors import Origins, Problem, as_text
 from toolkit.recipe.files import forget
-from toolkit.recipe.overrides import OF_SOURCES, inherited
+from toolkit.recipe.overrides import OF_MODELS, OF_SOURCES, inherited
 
 
 @dataclass
@@ -22,19 +22,25 @@ class Layer:
     origins: Origins = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     """Dotted keys of the layers below that it does away with."""
-    other_data: bool = False
-    """Whether it gives sources as a word, or is the lowest layer of an option that gives some, see `inherited`."""
+    others: set[str] = field(default_factory=set)
+    """Sections whose main key (`data.sources`, `model.path`) it gives as a word, or in an option that begins here."""
+    warnings: list[Problem] = field(default_factory=list)
+    """Keys that were written for something else, and stay."""
 
     def under(self, upper: Layer) -> Layer:
         """This layer merged with the one above it, whose values win. Lists are replaced as a whole."""
         for key in upper.removed:
             self.drop(key)
-        if upper.other_data:
+        if "data" in upper.others:
             self.leave_data(upper.values["data"] or {})
+        if "model" in upper.others:
+            self.leave_model((upper.values["model"] or {}).get("path"))
         for key in upper.origins:
             if isinstance(value_at(upper.values, key.split(".")), list):
                 forget(key, self.origins)
-        return Layer(plain(OmegaConf.merge(self.values, upper.values)), self.origins | upper.origins)
+        return Layer(
+            plain(OmegaConf.merge(self.values, upper.values)), self.origins | upper.origins, warnings=self.warnings
+        )
 
     def leaves(self) -> dict[str, Any]:
         """Every `section.key` with its value."""
@@ -45,7 +51,7 @@ class Layer:
         """Puts the main key in the place of a section that was given as a word."""
         (main_key,) = word
         self.values[section] = word
-        self.other_data |= section == "data"
+        self.others.add(section)
         for key in [key for key in self.origins if key.split(".")[0] == section]:
             self.origins[f"{section}.{main_key}{key.removeprefix(section)}"] = self.origins.pop(key)
 
@@ -61,14 +67,28 @@ class Layer:
             self.origins["data.eval_split"] = f"in place of {data.get('eval_split') or 'eval_sources'}"
         self.values["data"] = kept
 
-    def forget_sources(self) -> None:
-        """Takes out sources, and what describes them, because an option below has taken the place of theirs."""
-        data = self.values.get("data")
-        if not isinstance(data, dict):
+    def leave_model(self, path: Any) -> None:
+        """Takes out what belongs to the model, because that of another path takes its place."""
+        model = self.values.get("model")
+        if not isinstance(model, dict) or model.get("path") in (None, path):
             return
-        is_name = isinstance(data.get("eval_split"), str)
-        for key in ("sources", *OF_SOURCES, *["eval_split"] * is_name):
-            self.drop(f"data.{key}")
+        for key in OF_MODELS:
+            self.drop(f"model.{key}")
+        if template := model.get("chat_template"):
+            place = self.origins.get("model.chat_template", "")
+            what = f"was written for {model['path']}, and stays"
+            hint = "write ~model.chat_template behind the model on the command line, or null in a file, for its own"
+            self.warnings.append(Problem("model.chat_template", what, place, as_text(template), hint=hint))
+
+    def leave_to_option(self, section: str) -> None:
+        """Takes out data or a model, and what describes them, because an option below has taken their place."""
+        stated = self.values.get(section)
+        if not isinstance(stated, dict):
+            return
+        keys = ("path", *OF_MODELS) if section == "model" else ("sources", *OF_SOURCES)
+        is_named = section == "data" and isinstance(stated.get("eval_split"), str)
+        for key in (*keys, *["eval_split"] * is_named):
+            self.drop(f"{section}.{key}")
 
     def drop(self, key: str) -> None:
         """Takes out a key and what stands below it."""

@@ -39,6 +39,8 @@ _EITHER = (
 
 OF_SOURCES = ("format", "columns", "ignore", "eval_sources")
 """Keys of a data section that describe its sources, and so do not go over to others."""
+OF_MODELS = ("tokenizer", "revision")
+"""Keys of a model section that belong to its path, and so do not go over to another."""
 _HELD_OUT = 0.05
 """Fraction of rows that takes the place of a split's name; what all messages give as an example."""
 
@@ -78,8 +80,8 @@ class Overrides:
     """Dotted keys that go back to their defaults before the values are set."""
     texts: dict[str, str] = field(default_factory=dict)
     """Dotted key to its value as it was typed."""
-    other_data: bool = False
-    """Whether sources were given as a word, which do not inherit all: see `inherited`."""
+    others: set[str] = field(default_factory=set)
+    """Sections that were given as a word; other data and models do not inherit all: see `inherited`."""
     problems: list[Problem] = field(default_factory=list)
     """What is wrong with the rest."""
 
@@ -337,7 +339,7 @@ def _remove(key: str, result: Overrides) -> None:
 def _choose(section: str, option: str, result: Overrides) -> None:
     result.values.pop(f"{section}.{sections()[section].main_key}", None)
     result.removed = [removed for removed in result.removed if removed != section]
-    result.other_data &= section != "data"
+    result.others.discard(section)
     result.groups[section] = option
 
 
@@ -354,7 +356,7 @@ def _set_section(section: str, text: str, search: list[Path], result: Overrides)
     word = section_word(section, text, value, COMMAND_LINE, search)
     if isinstance(word, str):
         return _choose(section, word, result)
-    result.other_data |= section == "data"
+    result.others.add(section)
     for key, main in word.items():
         _set(f"{section}.{key}", main, result)
         result.texts |= texts_of(text, f"{section}.{key}")
