@@ -222,22 +222,23 @@ class _Hub(Reader):
         return f"{source.path}/{source.name}/{builder.hash}"
 
     def class_names(self, column: str) -> list[str]:
-        import datasets
-
-        source = self.source
-        with _hub_errors(source):
-            builder = datasets.load_dataset_builder(source.path, source.name, revision=source.revision)
-        feature = (builder.info.features or {}).get(column)
+        # A builder knows features only where a card states them; Parquet has them in its files.
+        with _hub_errors(self.source):
+            feature = (self._loaded().features or {}).get(column)
         return [*getattr(getattr(feature, "feature", feature), "names", ())]
 
     def _rows(self) -> Iterator[RawRow]:
+        source = self.source
+        with _hub_errors(source):
+            rows = enumerate(self._loaded(), 1)
+            yield from ((f"{source.path} row {n}", readers.without_nulls(row)) for n, row in rows)
+
+    def _loaded(self) -> Any:
         import datasets
 
         source = self.source
         options: dict[str, Any] = {"split": source.split, "revision": source.revision, "streaming": self.streaming}
-        with _hub_errors(source):
-            dataset = datasets.load_dataset(source.path, source.name, **options)
-            yield from ((f"{source.path} row {n}", readers.without_nulls(row)) for n, row in enumerate(dataset, 1))
+        return datasets.load_dataset(source.path, source.name, **options)
 
 
 @contextmanager
