@@ -129,7 +129,7 @@ def prepare(
 
     root = cache or cache_dir() / "data"
     # More samples are no other data: a run may go on with them.
-    name = fingerprint if (count := _num_samples(recipe)) == MIN_SAMPLES else f"{fingerprint}-{count}"
+    name = fingerprint + (f"-{count}" if (count := _num_samples(recipe)) > MIN_SAMPLES else "")
     statistics = None
     try:
         path = build_sealed(root / name, lambda folder: _build(recipe, chunker, task, audited, held_out, folder))
@@ -268,6 +268,9 @@ def _build(
         used = tokens.usable(sides[figures.role][source[distinct[sides[figures.role]]] == number])
         figures.unused_fields = without_use(figures.unused_fields, str(chunker.encoder.tokenizer.chat_template))
         figures.used_rows, figures.repeats = len(used), len(used) / max(len(np.unique(used)), 1)
+    for number, reader in enumerate(train):
+        held = [path for each in held_out for path in each.local_files()]
+        sources[number].set_aside = [path.name for path in reader.set_aside() if path not in held]
     total = sum(figures.used_rows for figures in sources if figures.role == "train") or 1
     for figures in sources:
         figures.share = figures.used_rows / total
@@ -318,8 +321,7 @@ def _build(
         held.save_to_disk(str(folder / "eval"))
     write_json(folder / "audit.json", audit.model_dump())
     sampled = tokens.usable(sides["eval" if has_eval else "train"])
-    count = 0 if recipe.headed else _num_samples(recipe)
-    samples = _samples(rows.select(distinct[sampled]), chunker.encoder, count)
+    samples = _samples(rows.select(distinct[sampled]), chunker.encoder, 0 if recipe.headed else _num_samples(recipe))
     write_json(folder / "samples.json", [sample.model_dump() for sample in samples])
     shutil.rmtree(scratch)
 

@@ -17,7 +17,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import xxhash
 from toolkit.common import UserError, first_line
 from toolkit.data.reading import hub, readers, remote
 from toolkit.data.reading.readers import RawRow
-from toolkit.data.reading.splits import is_of, is_part, split_of
+from toolkit.data.reading.splits import is_of, is_part, is_split_alone, split_of
 from toolkit.files import below
 from toolkit.recipe.data import Source
 
@@ -62,6 +62,10 @@ class Reader(ABC):
 
     def local_files(self) -> list[Path]:
         """Those of a local source."""
+        return []
+
+    def set_aside(self) -> list[Path]:
+        """Files of a local source that count as held out by a word in a longer name, beside training files without."""
         return []
 
     def class_names(self, column: str) -> list[str]:
@@ -129,6 +133,15 @@ class _Local(Reader):
 
     def local_files(self) -> list[Path]:
         return self.paths
+
+    def set_aside(self) -> list[Path]:
+        if self.source.split != "train" or any(split_of(path.name) for path in self.paths):
+            return []
+        found: list[Path] = []
+        for split in ("validation", "test"):
+            with suppress(UserError):
+                found += _local_files(self.source.model_copy(update={"split": split})) or []
+        return [path for path in found if split_of(path.name) and not is_split_alone(path.name)]
 
     def fingerprint(self) -> str:
         digest = xxhash.xxh3_128()
