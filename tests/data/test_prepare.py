@@ -560,6 +560,7 @@ def test_whatever_changes_tokens_changes_the_fingerprint_and_nothing_else_does(t
     different = [fingerprint(change, path) for change in changes]
     different += [fingerprint({}, path, frozenset({2, 3})), fingerprint({}, path, vocab=400)]
     different += [fingerprint({}, path, eos_token="<pad>"), fingerprint({}, path, chat_template="{{ messages }}")]
+    different += [fingerprint({}, path, split_special_tokens=True)]
     assert len({base, *different}) == len(different) + 1
     for same in ({"data.num_proc": 3}, {"batch.micro_batch_size": 2}, {"evaluation.num_prompts": 30}):
         assert fingerprint(same, path) == base

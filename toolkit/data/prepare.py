@@ -374,7 +374,7 @@ def _fingerprint(
         "template": [recipe.model.chat_template, tokenizer.chat_template],
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "stop": sorted(stop_token_ids),
-        "tokenizer": _tokenizer_text(tokenizer),
+        "tokenizer": [_tokenizer_text(tokenizer), tokenizer.split_special_tokens],
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
