@@ -302,15 +302,15 @@ def test_what_describes_the_old_data_does_not_go_over_to_others(mine: Path, old:
 
 @pytest.mark.parametrize("change", ["model=org/other", "model=smollm2_360m_instruct"])
 @pytest.mark.parametrize("old", ["path: m", "option: smollm2_135m_builtin"])
-def test_a_tokenizer_and_a_revision_do_not_go_over_to_another_model(mine: Path, old: str, change: str) -> None:
-    write("long", f"model: {{{old}, tokenizer: ./own, revision: abc, chat_template: chatml}}\ndata: {{sources: [a]}}\n")
+def test_a_tokenizer_does_not_go_over_to_another_model(mine: Path, old: str, change: str) -> None:
+    write("long", f"model: {{{old}, tokenizer: ./own, chat_template: chatml}}\ndata: {{sources: [a]}}\n")
     assert load("long").recipe.model.tokenizer == "./own" and not load("long").warnings
     write("child", f"defaults: long\n{change.replace('=', ': ')}\n")
     write_diff("long", [change], "copied")
     for loaded in (load("long", [change]), load("child"), load("copied")):
         model = loaded.recipe.model
         assert model.path in ("org/other", "HuggingFaceTB/SmolLM2-360M-Instruct")
-        assert (model.tokenizer, model.revision, model.chat_template) == (None, None, "chatml")
+        assert (model.tokenizer, model.chat_template) == (None, "chatml")
     if old == "path: m":
         (warning,) = load("child").warnings
         assert warning.path == "model.chat_template" and "was written for m, and stays" in warning.what

@@ -39,7 +39,7 @@ _EITHER = (
 
 OF_SOURCES = ("format", "columns", "ignore", "eval_sources")
 """Keys of a data section that describe its sources, and so do not go over to others."""
-OF_MODELS = ("tokenizer", "revision")
+OF_MODELS = ("tokenizer",)
 """Keys of a model section that belong to its path, and so do not go over to another."""
 _HELD_OUT = 0.05
 """Fraction of rows that takes the place of a split's name; what all messages give as an example."""
