@@ -994,3 +994,16 @@ def test_renderings_of_a_conversation_have_one_time_limit_together(monkeypatch: 
     chat_template.next_conversation()
     for _ in range(30):
         render(0.04)
+
+
+LOOK = {"type": "function", "function": {"name": "look", "arguments": {"city": "Paris"}}}
+CALLED = '\n<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>'
+
+
+@pytest.mark.parametrize("train_on", ["auto", ["assistant"], "last_assistant"])
+def test_a_part_beside_tool_calls_is_left_out_without_them(train_on: Any) -> None:
+    encoder = encoder_for(CHATML, train_on)
+    said = {"role": "assistant", "content": "Good. Bad", "tool_calls": [LOOK]}
+    assert trained(encoder, Chat([USER, said | {"untrained": {"content": [[5, 9]]}}])) == ["Good.", CALLED]
+    said["content"] = "Paris"  # Which the call says, too.
+    assert trained(encoder, Chat([USER, said | {"untrained": {"content": [[0, 5]]}}])) == [CALLED]

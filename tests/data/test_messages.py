@@ -322,3 +322,20 @@ def test_conversations_and_single_messages_as_json() -> None:
         read(talk[0], "b")
     with pytest.raises(UserError, match="d:1: `talk` is not a list of messages"):
         read_messages("hello", "talk", "d:1")
+
+
+def test_calls_are_parts_of_a_message_that_may_be_left_out() -> None:
+    first = {"name": "add", "arguments": {"a": 0}}
+    text, call = {"type": "text", "text": "a"}, {"type": "tool_call", **first}
+    left_out, called = text | {"train": False}, {"tool_calls": [{"type": "function", "function": first}]}
+    assert one(says([left_out, call])) == says("a", untrained={"content": [[0, 1]]}, **called)
+    assert one(says([left_out], tool_calls=[first])) == says("a", untrained={"content": [[0, 1]]}, **called)
+    thought = {"type": "reasoning", "text": "a", "train": False}
+    expected = says("", reasoning_content="a", untrained={"reasoning_content": [[0, 1]]}, **called)
+    assert one(says([thought, call])) == expected
+    for unread in (call | {"train": False}, {"type": "tool_call", "value": json.dumps(first), "train": False}):
+        assert one(says([left_out, unread])) == says("a", train=False, **called)
+        assert one(says([unread])) == says("", train=False, **called)
+        assert "has parts that are trained and tool calls that are not" in refused(says([text, unread]))
+    assert one(says([text, call | {"train": True}])) == says("a", train=True, **called)
+    assert "trained and tool calls that are not" in refused(says("a", tool_calls=[{"function": first, "weight": 0}]))

@@ -354,6 +354,15 @@ def test_a_pair_that_lacks_an_answer_is_empty() -> None:
     assert is_empty(pair({"prompt": [ASK], "chosen": [], "rejected": [BAD]}), task)
 
 
+@pytest.mark.parametrize("asked", ["prompt", "instruction"])
+def test_an_answer_may_be_an_empty_list(asked: str) -> None:
+    found = sides({asked: "Extract.", "chosen": "[]", "rejected": "null"})
+    assert [answer for _, answer in found] == [f"[]{STOP}", f"null{STOP}"]
+    of_messages = pair({"prompt": [ASK], "chosen": "[]", "rejected": "null"})
+    assert [side.messages[-1]["content"] for side in (of_messages.chosen, of_messages.rejected)] == ["[]", "null"]
+    assert is_empty(pair({"prompt": [ASK], "chosen": [GOOD], "rejected": "[]"}), Task("dpo", "auto", True))
+
+
 def prepared(tmp_path: Path, rows: list[dict[str, Any]], seq_len: int = 64, **data: Any) -> Any:
     path = write_jsonl(tmp_path / "pairs.jsonl", rows)
     given = recipe(path, seq_len=seq_len, objective="dpo", shuffle=False, **data)

@@ -215,6 +215,22 @@ def test_eval_from_split_and_own_sources(tmp_path: Path, cache: Path) -> None:
     assert any("also trained on" in problem.what for problem in leaking.audit.problems)
 
 
+def test_files_that_are_set_aside_for_a_word_in_their_name_are_warned_of(tmp_path: Path, cache: Path) -> None:
+    for number, name in enumerate(("bugfix", "unit_test_gen", "eval_expressions", "test", "dev-00000-of-00001")):
+        documents(tmp_path / "d" / f"{name}.jsonl", 3, f"document {number}")
+
+    def warned(**data: Any) -> list[str]:
+        problems = prepare(recipe(tmp_path / "d", **data), chatml_tokenizer(), STOP, cache).audit.problems
+        return [problem.what for problem in problems if "not trained on" in problem.what]
+
+    (what,) = warned()
+    assert what.startswith("2 files of") and what.endswith("eval_expressions.jsonl, unit_test_gen.jsonl")
+    (what,) = warned(eval_split="test")
+    assert what.startswith("1 file of") and what.endswith("eval_expressions.jsonl")
+    documents(tmp_path / "d" / "train.jsonl", 3, "more")
+    assert warned() == [], "beside files that say they are for training, others are not"
+
+
 def test_one_row_cannot_be_split(tmp_path: Path, cache: Path) -> None:
     path = documents(tmp_path / "a.jsonl", 1)
     assert len(prepare(recipe(path), chatml_tokenizer(), STOP, cache).train) == 1
@@ -521,7 +537,6 @@ def test_whatever_changes_tokens_changes_the_fingerprint_and_nothing_else_does(t
         {"objective": "language_modelling"},
         {"seed": 5},
         {"batch.seq_len": 17},
-        {"evaluation.num_prompts": 30},
         {"model.chat_template": "chatml"},
         {"data.train_on": "all"},
         {"data.shuffle": False},
@@ -545,8 +560,9 @@ def test_whatever_changes_tokens_changes_the_fingerprint_and_nothing_else_does(t
     different = [fingerprint(change, path) for change in changes]
     different += [fingerprint({}, path, frozenset({2, 3})), fingerprint({}, path, vocab=400)]
     different += [fingerprint({}, path, eos_token="<pad>"), fingerprint({}, path, chat_template="{{ messages }}")]
+    different += [fingerprint({}, path, split_special_tokens=True)]
     assert len({base, *different}) == len(different) + 1
-    for same in ({"data.num_proc": 3}, {"batch.micro_batch_size": 2}, {"evaluation.num_prompts": 8}):
+    for same in ({"data.num_proc": 3}, {"batch.micro_batch_size": 2}, {"evaluation.num_prompts": 30}):
         assert fingerprint(same, path) == base
     by_order = [
         fingerprint({"data.columns": dict(pairs)}, path)

@@ -111,3 +111,9 @@ def test_what_is_read_is_no_unused_column() -> None:
     row, _ = FORMS["openbmb/UltraFeedback"]
     row_format = recognise([row], Source(path="d"), Task("dpo", "auto", True))
     assert {"instruction", "completions"} <= row_format.used_columns()
+
+
+def test_an_answer_may_be_an_empty_list() -> None:
+    row = {"prompt": "Extract.", "responses": ["[]", '[{"a": 1}]', "null"], "scores": [5, 2, 1]}
+    assert answers(row) == ("[]", "null")
+    assert answers(row | {"responses": [" ", "{}", "x"]}) == ("{}", "x")

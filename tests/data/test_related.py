@@ -177,6 +177,11 @@ def test_a_row_without_one_of_its_texts_is_empty() -> None:
     assert [side.text.text for side in sides(Related(["a", "b"]))] == ["a", "b"]  # type: ignore[union-attr]
 
 
+def test_a_text_may_be_a_word_of_json() -> None:
+    row = {"query": "What does it return?", "positive": "null", "negatives": ["[]", "{}", ""]}
+    assert read(row, negatives=2).texts == ["What does it return?", "null", "[]", "{}"]
+
+
 def test_other_objectives_do_not_take_them() -> None:
     source = Source.model_validate({"path": "x", "format": "related"})
     with pytest.raises(UserError, match="set `objective: embedding`"):

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict, load_from_disk
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_from_disk
 from harness import write_jsonl
 
 from toolkit.common import UserError
@@ -557,3 +557,18 @@ def test_names_of_files_need_not_be_text(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     os.rename(tmp_path / "a.jsonl", os.fsencode(tmp_path) + b"/\xff.jsonl")
     assert read(tmp_path) == ROWS and open_source(Source(path=str(tmp_path))).fingerprint()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_names_of_classes_of_a_hub_data_set_are_read_from_its_files(
+    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Parquet that no card describes, as `push_to_hub` of older versions left it."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes"])})
+    rows = Dataset.from_dict({"text": ["a"], "label": [1]}, features=features)
+    (tmp_path / "set").mkdir()
+    rows.to_parquet(tmp_path / "set" / "train.parquet")
+    hub = sources._Hub(Source(path=str(tmp_path / "set")), streaming)
+    assert hub.class_names("label") == ["no", "yes"] and hub.class_names("text") == []
+    assert [row for _, row in hub.rows()] == [{"text": "a", "label": 1}]

@@ -280,3 +280,40 @@ def test_a_value_in_endless_brackets_is_one_short_error(key: str, pair: str, num
     with pytest.raises(RecipeError) as caught:
         load("smollm2_135m_lora_demo", [f"{key}={opening * number}1{pair[1] * number}"])
     assert len(str(caught.value)) < 4000 and caught.value.problems
+
+
+@pytest.mark.parametrize("change", ["data=b.jsonl", "data=alpaca", "data={option: alpaca}"])
+@pytest.mark.parametrize("old", ["sources: [a]", "option: wikitext", "option: wikitext, sources: [a]"])
+def test_what_describes_the_old_data_does_not_go_over_to_others(mine: Path, old: str, change: str) -> None:
+    """On the command line, in a file that extends the recipe, and in a copy."""
+    about = "format: text, columns: {text: body}, ignore: [label], eval_sources: [c], shuffle: false, eval_split: old"
+    write("long", f"model: {{path: m}}\ndata: {{{old}, {about}}}\n")
+    kept = load("long").recipe.data
+    assert (kept.format, kept.columns, kept.ignore, len(kept.eval_sources)) == ("text", {"text": "body"}, ["label"], 1)
+    write("child", f"defaults: long\n{change.replace('=', ': ')}\n")
+    write_diff("long", [change], "copied")
+    for recipe in (load("long", [change]).recipe, load("child").recipe, load("copied").recipe):
+        data = recipe.data
+        is_alpaca = "alpaca" in change
+        assert [source.path for source in data.sources] == ["tatsu-lab/alpaca" if is_alpaca else "b.jsonl"]
+        assert (data.format, data.columns, data.ignore) == ("alpaca" if is_alpaca else "auto", {}, [])
+        assert (data.eval_sources, data.eval_split, data.shuffle) == ([], 0.01 if is_alpaca else 0.05, False)
+
+
+@pytest.mark.parametrize("change", ["model=org/other", "model=smollm2_360m_instruct"])
+@pytest.mark.parametrize("old", ["path: m", "option: smollm2_135m_builtin"])
+def test_a_tokenizer_does_not_go_over_to_another_model(mine: Path, old: str, change: str) -> None:
+    write("long", f"model: {{{old}, tokenizer: ./own, chat_template: chatml}}\ndata: {{sources: [a]}}\n")
+    assert load("long").recipe.model.tokenizer == "./own" and not load("long").warnings
+    write("child", f"defaults: long\n{change.replace('=', ': ')}\n")
+    write_diff("long", [change], "copied")
+    for loaded in (load("long", [change]), load("child"), load("copied")):
+        model = loaded.recipe.model
+        assert model.path in ("org/other", "HuggingFaceTB/SmolLM2-360M-Instruct")
+        assert (model.tokenizer, model.chat_template) == (None, "chatml")
+    if old == "path: m":
+        (warning,) = load("child").warnings
+        assert warning.path == "model.chat_template" and "was written for m, and stays" in warning.what
+    kept = load("long", [change, "model.tokenizer=./mine", "~model.chat_template"])
+    assert (kept.recipe.model.tokenizer, kept.recipe.model.chat_template, kept.warnings) == ("./mine", None, ())
+    assert load("long", ["model.path=org/other"]).recipe.model.tokenizer == "./own"

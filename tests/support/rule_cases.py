@@ -490,7 +490,12 @@ CASES = [
     ("optimizer-beta2", ["optimizer=adafactor", "optimizer.beta2=0.8"], ["optimizer.name=adamw"]),
     ("optimizer-eps", ["optimizer=lion", "optimizer.eps=1e-6"], ["~optimizer.eps"]),
     ("lone-weight", ["data=[{path: a.jsonl, weight: 2.0}]"], ["data.sources=[a.jsonl]"]),
-    ("evaluation-weight", ["data.eval_sources=[{path: a.jsonl, weight: 2.0}]"], ["data.eval_sources=[a.jsonl]"]),
+    ("held-out-twice", ["data.eval_split=0.1", "data.eval_sources=[a.jsonl]"], ["data.eval_split=null"]),
+    (
+        "evaluation-weight",
+        ["data.eval_split=null", "data.eval_sources=[{path: a.jsonl, weight: 2.0}]"],
+        ["data.eval_sources=[a.jsonl]"],
+    ),
     (
         "micro-batch-tokens",
         ["batch={micro_batch_size: 2, micro_batch_tokens: 4096}"],

@@ -128,9 +128,11 @@ def prepare(
     audited = open_sources(data.training_sources(), True, AUDITED_ROWS) if data.streaming else train
 
     root = cache or cache_dir() / "data"
+    # More samples are no other data: a run may go on with them.
+    name = fingerprint + (f"-{count}" if (count := _num_samples(recipe)) > MIN_SAMPLES else "")
     statistics = None
     try:
-        path = build_sealed(root / fingerprint, lambda folder: _build(recipe, chunker, task, audited, held_out, folder))
+        path = build_sealed(root / name, lambda folder: _build(recipe, chunker, task, audited, held_out, folder))
         audit = auditing.Audit.model_validate_json((path / "audit.json").read_bytes())
         if not data.streaming:
             statistics = _count(path, audit, recipe)
@@ -266,6 +268,9 @@ def _build(
         used = tokens.usable(sides[figures.role][source[distinct[sides[figures.role]]] == number])
         figures.unused_fields = without_use(figures.unused_fields, str(chunker.encoder.tokenizer.chat_template))
         figures.used_rows, figures.repeats = len(used), len(used) / max(len(np.unique(used)), 1)
+    for number, reader in enumerate(train):
+        held = [path for each in held_out for path in each.local_files()]
+        sources[number].set_aside = [path.name for path in reader.set_aside() if path not in held]
     total = sum(figures.used_rows for figures in sources if figures.role == "train") or 1
     for figures in sources:
         figures.share = figures.used_rows / total
@@ -316,8 +321,7 @@ def _build(
         held.save_to_disk(str(folder / "eval"))
     write_json(folder / "audit.json", audit.model_dump())
     sampled = tokens.usable(sides["eval" if has_eval else "train"])
-    count = 0 if recipe.headed else _num_samples(recipe)
-    samples = _samples(rows.select(distinct[sampled]), chunker.encoder, count)
+    samples = _samples(rows.select(distinct[sampled]), chunker.encoder, 0 if recipe.headed else _num_samples(recipe))
     write_json(folder / "samples.json", [sample.model_dump() for sample in samples])
     shutil.rmtree(scratch)
 
@@ -364,14 +368,13 @@ def _fingerprint(
         "seq_len": recipe.batch.seq_len,
         "vocab_size": vocab_size,
         "seed": recipe.seed,
-        "samples": _num_samples(recipe),
         **(_of_prompts(recipe) if recipe.reinforces else {}),
         **({"schema": schema} if schema else {}),
         **({"embedding": recipe.embedding.model_dump(mode="json")} if recipe.embeds else {}),
         "template": [recipe.model.chat_template, tokenizer.chat_template],
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "stop": sorted(stop_token_ids),
-        "tokenizer": _tokenizer_text(tokenizer),
+        "tokenizer": [_tokenizer_text(tokenizer), tokenizer.split_special_tokens],
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 

@@ -142,9 +142,9 @@ def tagged(text: str, tag: str | None) -> str | None:
 
 def _exact(settings: ExactMatch, answer: Answer) -> float:
     given = tagged(answer.whole, settings.tag)
-    if given is None:
-        return 0.0
-    one, other = given.strip(), answer.reference.strip()
+    one, other = (given or "").strip(), answer.reference.strip()
+    if not other:
+        return 0.0  # Who says nothing must not be right where nothing is known.
     return float(one.casefold() == other.casefold() if settings.ignore_case else one == other)
 
 
@@ -160,7 +160,8 @@ def _regex(settings: RegexMatch, answer: Answer) -> float:
     found = re.search(settings.pattern, answer.whole, re.DOTALL)
     if not found or "answer" not in found.re.groupindex:
         return float(found is not None)
-    return float((found["answer"] or "").strip() == answer.reference.strip())
+    other = answer.reference.strip()
+    return float(bool(other) and (found["answer"] or "").strip() == other)
 
 
 def _json(settings: JsonMatch, answer: Answer) -> float:

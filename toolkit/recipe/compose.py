@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -41,7 +41,8 @@ from toolkit.recipe.files import (
     search_order,
     short,
 )
-from toolkit.recipe.overrides import inherited, parse, replaced, section_word
+from toolkit.recipe.layer import Layer, plain
+from toolkit.recipe.overrides import parse, replaced, section_word
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.slips import INTERPOLATION
 from toolkit.recipe.spelling import did_you_mean
@@ -89,7 +90,9 @@ def compose_recipe(name: str, overrides: Sequence[str], folder: str | Path | Non
     warnings = walk.overruled(file, result)
     for key in changes.removed:
         result.drop(key)
-    if changes.other_data:
+    if "model" in changes.others:
+        result.leave_model(changes.values.get("model.path"))
+    if "data" in changes.others:
         result.leave_data({key.partition(".")[2] for key in changes.values if key.startswith("data.")})
     config, problems = OmegaConf.create(result.values), list(changes.problems)
     for key, value in changes.values.items():
@@ -106,68 +109,15 @@ def compose_recipe(name: str, overrides: Sequence[str], folder: str | Path | Non
             result.origins[part] = COMMAND_LINE
         # A plain value of a file around the key gives way to a mapping.
         around = itertools.accumulate(key.split(".")[:-1], "{}.{}".format)
-        plain = [
+        words = [
             one
             for one in around
             if one in result.origins and not isinstance(value_at(result.values, one.split(".")), dict)
         ]
-        result.origins |= dict.fromkeys([*plain, key], COMMAND_LINE)
+        result.origins |= dict.fromkeys([*words, key], COMMAND_LINE)
     warnings = [warning for warning in warnings if result.origins.get(warning.path) != COMMAND_LINE]
-    return Composed(name, file, _plain(config), result.origins, problems, walk.texts(result) | changes.texts, warnings)
-
-
-@dataclass
-class Layer:
-    """What one file states."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: Origins = field(default_factory=dict)
-    removed: list[str] = field(default_factory=list)
-    """Dotted keys of the layers below that it does away with."""
-    other_data: bool = False
-    """Whether it gives sources as a word, see `inherited`."""
-
-    def under(self, upper: Layer) -> Layer:
-        """This layer merged with the one above it, whose values win. Lists are replaced as a whole."""
-        for key in upper.removed:
-            self.drop(key)
-        if upper.other_data:
-            self.leave_data(upper.values["data"])
-        for key in upper.origins:
-            if isinstance(value_at(upper.values, key.split(".")), list):
-                forget(key, self.origins)
-        return Layer(_plain(OmegaConf.merge(self.values, upper.values)), self.origins | upper.origins)
-
-    def leaves(self) -> dict[str, Any]:
-        """Every `section.key` with its value."""
-        parts = {name: part for name, part in self.values.items() if isinstance(part, dict)}
-        return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
-
-    def set_main_key(self, section: str, word: dict[str, Any]) -> None:
-        """Puts the main key in the place of a section that was given as a word."""
-        (main_key,) = word
-        self.values[section] = word
-        self.other_data |= section == "data"
-        for key in [key for key in self.origins if key.split(".")[0] == section]:
-            self.origins[f"{section}.{main_key}{key.removeprefix(section)}"] = self.origins.pop(key)
-
-    def leave_data(self, stated: Container[str]) -> None:
-        """Takes out what describes the sources, because others take their place."""
-        data = self.values.get("data")
-        if not isinstance(data, dict):
-            return
-        kept = inherited(data, stated)
-        for key in data.keys() - kept.keys():
-            self.drop(f"data.{key}")
-        if kept.get("eval_split") != data.get("eval_split"):
-            self.origins["data.eval_split"] = f"in place of {data.get('eval_split') or 'eval_sources'}"
-        self.values["data"] = kept
-
-    def drop(self, key: str) -> None:
-        """Takes out a key and what stands below it."""
-        remove(self.values, key)
-        forget(key, self.origins)
-        self.origins.pop(key, None)
+    warnings += [warning for warning in result.warnings if result.origins.get(warning.path) == warning.where]
+    return Composed(name, file, plain(config), result.origins, problems, walk.texts(result) | changes.texts, warnings)
 
 
 @dataclass(frozen=True)
@@ -207,8 +157,8 @@ class _Walk:
         for item in [*self._order, *(group for group in self.choices if group not in self._order)]:
             if isinstance(item, Layer):
                 result.append(item)
-            elif (choice := self.choices.get(item)) and choice.option is not None:
-                result += self._option(item, choice.option, choice.place, [])
+            else:
+                result += self._chosen(item)
         return result
 
     def texts(self, result: Layer) -> dict[str, str]:
@@ -252,7 +202,12 @@ class _Walk:
             if isinstance(step, Path) and step not in self._files:
                 self._extend(step, [*around, file])
             elif step == "_self_":
-                self._order += [*(group for group in chosen if group not in self._order), own]
+                self._order += [group for group in chosen if group not in self._order]
+                for group in ("data", "model"):
+                    is_outer = group in self._order and self._is_outer(self.choices.get(group), around)
+                    if is_outer and any(layer.others for layer in self._chosen(group)):
+                        own.leave_to_option(group)
+                self._order.append(own)
             elif isinstance(step, str) and step not in self._order:
                 self._order.append(step)
         return own
@@ -345,6 +300,15 @@ class _Walk:
         """Whether a choice was made by the command line or one of the files around."""
         return choice is not None and (choice.file is None or choice.file in around)
 
+    def _chosen(self, group: str) -> list[Layer]:
+        """The layers of the option that was chosen for a group."""
+        choice = self.choices.get(group)
+        layers = self._option(group, choice.option, choice.place, []) if choice and choice.option is not None else []
+        main_key = sections()[group].main_key
+        if any(main_key in (layer.values[group] or {}) for layer in layers):
+            layers[0].others.add(group)
+        return layers
+
     def _option(self, group: str, option: str, place: str, around: list[Path]) -> list[Layer]:
         """The layers of an option: those that it extends, then its own."""
         file = locate(f"{group}/{option}", self.search)
@@ -394,7 +358,3 @@ def _wrong_keys(layer: Layer) -> list[Problem]:
         # A section that says nothing wrong but lacks what its group would have given.
         return [problem for problem in problems if problem.what != "is required"]
     return []
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(config))

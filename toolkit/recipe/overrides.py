@@ -37,6 +37,10 @@ _EITHER = (
 )
 """Keys that say the same in two ways: a new one replaces the other one of what it changes."""
 
+OF_SOURCES = ("format", "columns", "ignore", "eval_sources")
+"""Keys of a data section that describe its sources, and so do not go over to others."""
+OF_MODELS = ("tokenizer",)
+"""Keys of a model section that belong to its path, and so do not go over to another."""
 _HELD_OUT = 0.05
 """Fraction of rows that takes the place of a split's name; what all messages give as an example."""
 
@@ -76,8 +80,8 @@ class Overrides:
     """Dotted keys that go back to their defaults before the values are set."""
     texts: dict[str, str] = field(default_factory=dict)
     """Dotted key to its value as it was typed."""
-    other_data: bool = False
-    """Whether sources were given as a word, which do not inherit all: see `inherited`."""
+    others: set[str] = field(default_factory=set)
+    """Sections that were given as a word; other data and models do not inherit all: see `inherited`."""
     problems: list[Problem] = field(default_factory=list)
     """What is wrong with the rest."""
 
@@ -203,7 +207,7 @@ def replaced(stated: Mapping[str, Any]) -> list[str]:
 
 
 def inherited(data: Mapping[str, Any], stated: Container[str] = ()) -> dict[str, Any]:
-    """What other sources, given as a word, inherit of a data section.
+    """What other sources, given as a word or an option, inherit of a data section.
 
     They have a form, columns and splits of their own: where a split was held out, or a source, a fraction of them is.
 
@@ -211,7 +215,7 @@ def inherited(data: Mapping[str, Any], stated: Container[str] = ()) -> dict[str,
         data: The section that was written for the sources before them.
         stated: Keys that are written for the new ones.
     """
-    kept = {key: value for key, value in data.items() if key not in ("format", "columns", "eval_sources")}
+    kept = {key: value for key, value in data.items() if key not in OF_SOURCES}
     held_out = kept.get("eval_split") or data.get("eval_sources")
     if held_out and not isinstance(held_out, float):
         kept["eval_split"] = _HELD_OUT
@@ -335,7 +339,7 @@ def _remove(key: str, result: Overrides) -> None:
 def _choose(section: str, option: str, result: Overrides) -> None:
     result.values.pop(f"{section}.{sections()[section].main_key}", None)
     result.removed = [removed for removed in result.removed if removed != section]
-    result.other_data &= section != "data"
+    result.others.discard(section)
     result.groups[section] = option
 
 
@@ -352,7 +356,7 @@ def _set_section(section: str, text: str, search: list[Path], result: Overrides)
     word = section_word(section, text, value, COMMAND_LINE, search)
     if isinstance(word, str):
         return _choose(section, word, result)
-    result.other_data |= section == "data"
+    result.others.add(section)
     for key, main in word.items():
         _set(f"{section}.{key}", main, result)
         result.texts |= texts_of(text, f"{section}.{key}")

@@ -44,6 +44,8 @@ class SourceFigures(BaseModel):
     """Rows without content."""
     first_empty: str = ""
     """Where the first of them stands."""
+    set_aside: list[str] = []
+    """Files that are not read because a word in their name may say that they are held out."""
     unused_columns: list[str] = []
     verdicts: dict[str, int] = {}
     """Unused columns that say yes in some rows and no in others, and in how many they say no."""

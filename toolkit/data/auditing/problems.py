@@ -97,6 +97,15 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
                 "if that says which rows are good, keep only those; if not, set "
                 f"'data.ignore=[{', '.join(source.verdicts)}]'",
             )
+        if source.set_aside:
+            names = ", ".join(source.set_aside[:5]) + (", …" if len(source.set_aside) > 5 else "")
+            yield Problem(
+                "warning",
+                f"{count_text(len(source.set_aside), f'file of {source.path} is', f'files of {source.path} are')} not "
+                f"trained on, because of a word in the name that means held-out rows (test, eval, dev …): {names}",
+                "rename them if they hold training rows, or name each file in `data.sources`; or use them: "
+                "data.eval_split=test or validation",
+            )
         for name, rows in source.worse.items():
             yield Problem(
                 "warning",

@@ -11,19 +11,14 @@ the markers would change the text.
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.visitor import NodeTransformer
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
+from transformers.utils.chat_template_utils import _alias_reasoning_fields
 
 from toolkit.common import UserError
 from toolkit.data.encoding.chat_template import (
@@ -35,6 +30,7 @@ from toolkit.data.encoding.chat_template import (
     writes_straight,
 )
 from toolkit.data.encoding.labelling import Span
+from toolkit.data.encoding.markers import MARK, MARKER, Markers, marked_template, marker
 from toolkit.data.formats.columns import EMPTY
 from toolkit.data.formats.messages import FOR_TEMPLATES
 from toolkit.data.thoughts import spoken, thought
@@ -43,9 +39,8 @@ Message = dict[str, Any]
 Tools = list[Any] | None
 Settings = Mapping[str, Any] | None
 
-# Private-use characters; neither is whitespace, neither is one that transformers uses for its own markers.
-_MARK = "\U000ff0a0"
-_MARKER = re.compile(_MARK + "([TEGg])([0-9]+):(-?[0-9]+)\U000ff0a1")
+SENTINEL = "(the answer)"
+"""What a message says where a rendering shall show the place of it."""
 ENOUGH = 64
 """Conversations whose marked text has to be the tokenizer's own before that is taken to be so of others, where the
 syntax of the template shows that it cannot be otherwise."""
@@ -82,23 +77,23 @@ class Conversation:
         source = tokenizer.get_chat_template(tools=tools)
         trusted = _is_plain(messages, tools) and writes_straight(source)
         if trusted and _AGREED[source] >= ENOUGH and (marked := self._marked(source)):
-            self.text = _MARKER.sub("", marked)
+            self.text = MARKER.sub("", marked)
             self._locate(marked)
             return
         self.text, self.messages = render_accepted(tokenizer, messages, tools, settings)
-        if (marked := self._marked(source)) and _MARKER.sub("", marked) == self.text:
+        if (marked := self._marked(source)) and MARKER.sub("", marked) == self.text:
             self._locate(marked)
             _AGREED[source] += trusted
 
     def _marked(self, source: str) -> str:
         """The text with markers in it; empty where the template refuses the conversation."""
         present = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
-        markers = _Markers(_alias_reasoning_fields(as_read(source, present)))
+        markers = Markers(_alias_reasoning_fields(as_read(source, present)))
         arguments: dict[str, Any] = {**self.tokenizer.special_tokens_map, "tools": self.tools, "documents": None}
         arguments |= {"add_generation_prompt": False, **self.settings}
         try:
             with in_time():
-                return _marked_template(source).render(messages=markers.messages, **arguments, __markers__=markers)
+                return marked_template(source).render(messages=markers.messages, **arguments, __markers__=markers)
         except (jinja2.TemplateError, TypeError):
             return ""
 
@@ -107,7 +102,7 @@ class Conversation:
         stack: list[tuple[int, int]] = []  # (loop, message) of the loops being rendered, outermost first
         blocks: list[int] = []  # where the open generation blocks began
         owner, length, position = -1, 0, 0
-        for match in _MARKER.finditer(f"{marked}{_marker('E')}"):
+        for match in MARKER.finditer(f"{marked}{marker('E')}"):
             start, length = length, length + match.start() - position
             position = match.end()
             if owner >= 0 and length > start:
@@ -155,7 +150,8 @@ class Conversation:
             self.turns[i] = [(len(before), len(after))]
 
     def locate_parts(self, i: int, parts: dict[str, list[list[int]]]) -> list[Span]:
-        """Where characters of a message stand in `text`, with the stop token where they reach its end.
+        """Where characters of a message stand in `text`, with the stop token where they reach its end and no tool
+        calls follow.
 
         Args:
             i: Index of the message, whose turn is located.
@@ -166,12 +162,12 @@ class Conversation:
         """
         turns = self.turns.get(i) or [span for message, span in self.generation or [] if message == i]
         start, end = (turns[0][0], turns[-1][1]) if turns else (0, 0)
+        calls = self.messages[i].get("tool_calls")
         spans: list[Span] = []
         for field, ranges in parts.items():
             content = self.messages[i][field]
             written = content.strip()
-            # What the model thought stands before what it says, and may hold the same.
-            at = self.text.find(written, start, end) if field != "content" else self.text.rfind(written, start, end)
+            at = self._place(i, field, written, (start, end))
             if at < 0:
                 raise UserError(
                     f"The chat template changes the {field} of message {i}, of which only a part is trained.",
@@ -179,9 +175,21 @@ class Conversation:
                 )
             offset = at - (len(content) - len(content.lstrip()))
             for left, right in ranges:
-                is_last = field == "content" and right >= len(content.rstrip())
+                is_last = field == "content" and right >= len(content.rstrip()) and not calls
                 spans.append((max(offset + left, at), end if is_last else offset + right))
         return spans
+
+    def _place(self, i: int, field: str, written: str, turn: Span) -> int:
+        """Where a field of message `i` stands in its turn; negative where the template does not show it."""
+        first, last = self.text.find(written, *turn), self.text.rfind(written, *turn)
+        if field != "content":
+            return first
+        # What the model thought stands before what it says, and may hold the same; so may the calls behind it.
+        if first == last or not self.messages[i].get("tool_calls"):
+            return last
+        probe = [*self.messages[:i], self.messages[i] | {field: SENTINEL}, *self.messages[i + 1 :]]
+        before, found, _ = render(self.tokenizer, probe, self.tools, self.settings).partition(SENTINEL)
+        return len(before) if found and self.text.startswith(before + written) else -1
 
     def loses_of_prompt(self) -> bool:
         """Whether the template leaves out a system message, or writes it only where a user speaks last (Mistral's), or
@@ -315,85 +323,7 @@ def _with_json_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-class _Markers:
-    """Read by a marked template while it renders; recognises messages by identity.
-
-    Subscripts, because the sandbox that templates run in looks at every attribute and call from all sides.
-    """
-
-    def __init__(self, messages: list[Message]) -> None:
-        self.messages = messages
-        self._index = {id(message): index for index, message in enumerate(messages)}
-        self._open: set[int] = set()
-
-    def __getitem__(self, key: tuple[Any, ...] | int) -> str:
-        """The marker after a loop, by its number, or at the start of an iteration, by the number and what may be the
-        message; loops that are not over messages leave none."""
-        if isinstance(key, int):
-            if key not in self._open:
-                return ""
-            self._open.discard(key)
-            return _marker("E", key)
-        loop, *candidates = key
-        index = next((self._index[id(c)] for c in candidates if id(c) in self._index), -1)
-        if index < 0 and loop not in self._open:
-            return ""
-        self._open.add(loop)
-        return _marker("T", loop, index)
-
-
-def _marker(kind: str, loop: int = 0, index: int = 0) -> str:
-    return f"{_MARK}{kind}{loop}:{index}\U000ff0a1"
-
-
-@lru_cache(maxsize=16)
-def _marked_template(source: str) -> jinja2.Template:
-    environment = _compile_jinja_template(source).environment
-    return environment.from_string(_AddMarkers(environment).visit(environment.parse(source)))
-
-
 def _is_plain(messages: list[Message], tools: Tools) -> bool:
     """Whether Transformers hands a conversation to the template as it is, and nothing in it looks like a marker."""
     values = [value for message in messages for value in message.values()]
-    return tools is None and all(type(value) is str and _MARK not in value for value in values)
-
-
-class _AddMarkers(NodeTransformer):
-    """Writes markers into the syntax tree of a template."""
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        self._environment = environment
-        self._numbers = itertools.count()
-
-    def visit_For(self, loop: nodes.For) -> list[nodes.Node]:
-        number = next(self._numbers)
-        candidates = ", ".join(_message_expressions(loop))
-        self.generic_visit(loop)
-        if not candidates:
-            return [loop]
-        loop.body.insert(0, self._output(f"__markers__[{number}, {candidates}]"))
-        return [loop, self._output(f"__markers__[{number}]")]
-
-    def visit_CallBlock(self, block: nodes.CallBlock) -> nodes.CallBlock:
-        self.generic_visit(block)
-        if isinstance(block.call.node, nodes.ExtensionAttribute):
-            block.body = [self._output(repr(_marker("G"))), *block.body, self._output(repr(_marker("g")))]
-        return block
-
-    def _output(self, expression: str) -> nodes.Node:
-        return self._environment.parse(f"{{{{ {expression} }}}}").body[0]
-
-
-def _message_expressions(loop: nodes.For) -> list[str]:
-    """What may be the message of an iteration: the loop variable, or a list indexed by it (`messages[i]`)."""
-    if not isinstance(loop.target, nodes.Name):
-        return []
-    target = loop.target.name
-    body = nodes.Template(loop.body)
-    assigned = {name.name for name in body.find_all(nodes.Name) if name.ctx == "store"}
-    indexed = {
-        item.node.name
-        for item in body.find_all(nodes.Getitem)
-        if isinstance(item.node, nodes.Name) and isinstance(item.arg, nodes.Name) and item.arg.name == target
-    }
-    return [target, *(f"({name}[{target}] if {name} is defined else none)" for name in sorted(indexed - assigned))]
+    return tools is None and all(type(value) is str and MARK not in value for value in values)

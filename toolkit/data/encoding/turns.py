@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.encoding.chat_spans import (
+    SENTINEL,
     Conversation,
     Message,
     Settings,
@@ -18,8 +19,6 @@ from toolkit.data.encoding.chat_spans import (
 )
 from toolkit.data.encoding.chat_template import TEMPLATE_ERRORS, fixed_prompt
 from toolkit.data.encoding.labelling import Span
-
-_SENTINEL = "(the answer)"
 
 
 class Turns:
@@ -109,11 +108,11 @@ class Turns:
                     common = self._last_header_end(prompted, common)
                 if prompt := prompted[common:].lstrip():
                     return prompt
-            probed = Conversation(self.tokenizer, [*history, {"role": role, "content": _SENTINEL}], tools, settings)
+            probed = Conversation(self.tokenizer, [*history, {"role": role, "content": SENTINEL}], tools, settings)
         except TEMPLATE_ERRORS:
             return ""
         start = probed.turns.get(i, [(0, 0)])[0][0]
-        return probed.text[start : max(probed.text.rfind(_SENTINEL), start)].lstrip()
+        return probed.text[start : max(probed.text.rfind(SENTINEL), start)].lstrip()
 
     def _fixed_prompt(self, tools: Tools, settings: Settings) -> str:
         """What stands before every answer, if the template shows that nothing else ever does."""

@@ -50,7 +50,9 @@ PAIRS_CALLED = (
 """What the columns of preferred answers are called, and those of the others."""
 STEPS = "completions"
 """The column of TRL's steps that are judged one by one; who maps it learns all of them, joined."""
-EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
+NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""Values of a text that say nothing; `[]` and `null` may be what is answered."""
+EMPTY: tuple[Any, ...] = (*NOTHING, "[]", "{}", "null")
 """Values of columns and fields that say nothing, also as JSON in a CSV; 0 and false say something."""
 _SEEN_OR_HEARD = ("image", "img", "picture", "video", "audio", "speech")
 MEDIA = (

@@ -32,7 +32,7 @@ class Content:
         text: All text parts, joined.
         parts: Number of text parts.
         flags: (start, end, whether trained) of parts that say so.
-        calls: Tool calls among the parts.
+        calls: Tool calls among the parts, with the flags of their part.
         reasoning: Parts that hold reasoning.
         dropped: Keys of parts that nothing reads.
     """
@@ -78,7 +78,11 @@ class Content:
             self.reasoning.append(part | {"type": "text"})
         elif kind in ("tool_call", "function_call", "tool_use"):
             calls = parsed(part.get("value", part))
-            self.calls += calls if isinstance(calls, list) else [calls]
+            flags = {key: each for key, each in part.items() if key.lower() in FLAGS}
+            self.calls += [
+                flags | each if isinstance(each, dict) else each
+                for each in map(parsed, calls if isinstance(calls, list) else [calls])
+            ]
         else:
             raise UserError(
                 f"{self.where} has content of another kind than text{f', {kind!r}' if isinstance(kind, str) else ''}",

@@ -243,11 +243,21 @@ def _message(
     untrained = {"content": content.untrained(), "reasoning_content": reasoning.untrained()} if flagged else {}
     if (details := message.pop("train_detail", None)) is not None:
         untrained["content"] = _outside(details, len(content.text), where)
-    parts = [part for _, _, part in (*content.flags, *reasoning.flags)]
+    of_calls = [_call_flag(call, where) for call in calls]
+    parts = [part for _, _, part in (*content.flags, *reasoning.flags)] + [
+        each for each in of_calls if each is not None
+    ]
     if True in parts or (details and flag is None):
         flag = True
-    elif parts and all(part is False for part in parts) and len(parts) == content.parts + reasoning.parts:
+    elif parts and len(parts) == content.parts + reasoning.parts + len(calls):
         flag = False
+    is_trained = default if flag is None else flag
+    if parts and any((default if each is None else each) != is_trained for each in of_calls):
+        raise UserError(
+            f"{where} has parts that are trained and tool calls that are not: calls can only be left out with all that "
+            "is said beside them",
+            "write `train: false` for the whole message, or train its calls",
+        )
     if flag is not None:
         result["train"] = flag
     for name in ("dropped", "untrained"):
@@ -286,6 +296,14 @@ def _outside(details: Any, length: int, where: str) -> Ranges:
     return complement(sorted(trained), length)
 
 
+def _call_flag(call: Any, where: str) -> bool | None:
+    """Whether a tool call is trained, if it says so."""
+    call = parsed(call)
+    return (
+        take_flag({key: call[key] for key in call if key.lower() in FLAGS}, where) if isinstance(call, dict) else None
+    )
+
+
 def _tool_call(call: Any, where: str, dropped: dict[str, None]) -> dict[str, Any]:
     """OpenAI's form with arguments as an object, which is what chat templates print; notes what is dropped."""
     call = parsed(call)
@@ -300,7 +318,7 @@ def _tool_call(call: Any, where: str, dropped: dict[str, None]) -> dict[str, Any
         )
     outer = {key: value for key, value in call.items() if key == "id"}
     inner = ("name", given) if "function" in call else ("name", given, "id", "type")
-    dropped |= dict.fromkeys(further(function, inner, "tool_calls"))
+    dropped |= dict.fromkeys(further(function, inner if "function" in call else (*inner, *FLAGS), "tool_calls"))
     if "function" in call:
-        dropped |= dict.fromkeys(further(call, ("id", "type", "function"), "tool_calls"))
+        dropped |= dict.fromkeys(further(call, ("id", "type", "function", *FLAGS), "tool_calls"))
     return outer | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.formats.columns import EMPTY, PAIRS_CALLED, by_lower_case, number, parsed, value_at, verdict
+from toolkit.data.formats.columns import EMPTY, NOTHING, PAIRS_CALLED, by_lower_case, number, parsed, value_at, verdict
 from toolkit.data.formats.messages import Message, are_messages, holds_messages
 from toolkit.data.rows import Chat, Completion, Preference
 
@@ -194,8 +194,12 @@ def read_preference(
         prompt = _text(row, given[0], where) if given else _common_prompt(*texts)
         return Preference(*(Completion(prompt, text if given else text[len(prompt) :]) for text in texts))
 
+    # Beside messages, `[]` is a conversation without any.
+    nothing = EMPTY if any(map(holds_messages, answers)) else NOTHING
     turns = [
-        read(value, name) if holds_messages(value) else [{"role": "assistant", "content": _text(row, name, where)}]
+        read(value, name)
+        if holds_messages(value)
+        else [{"role": "assistant", "content": _text(row, name, where, nothing)}]
         for name, value in zip(("chosen", "rejected"), answers, strict=True)
     ]
     beside = ("history",) if given == ["instruction"] else ("history", "input")
@@ -272,9 +276,9 @@ def _asked_twice(given: list[str], where: str) -> UserError:
     return UserError(f"{where}: {names} all say what was asked", f"set 'data.ignore=[{given[-1]}]', or keep one")
 
 
-def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+def _text(row: Mapping[str, Any], name: str, where: str, nothing: Collection[Any] = NOTHING) -> str:
     value = row.get(name)
-    if value in EMPTY:
+    if value in nothing:
         return ""
     if not isinstance(value, str):
         raise UserError(f"{where}: `{name}` is neither a text nor messages", "write one of them, or remove the row")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.common import UserError, brief
-from toolkit.data.formats.columns import EMPTY, by_lower_case, number, parsed, value_at
+from toolkit.data.formats.columns import NOTHING, by_lower_case, number, parsed, value_at
 
 ANSWERS = ("answers", "completions", "responses", "generations", "candidates", "all_generated_responses")
 """Columns of several answers; in `data.columns` the first."""
@@ -73,7 +73,8 @@ class Ratings:
                     f"{where}: `{self.score}` is {brief(repr(score), 1, 80)}, which is no number",
                     "write scores as numbers (4 for 4/5), or null for answers without one",
                 )
-        known = [place for place, value in enumerate(worth) if not math.isnan(value) and given[place] not in EMPTY]
+        said = [each.strip() if isinstance(each, str) else each for each in given]
+        known = [place for place, value in enumerate(worth) if not math.isnan(value) and said[place] not in NOTHING]
         best, worst = (pick(known, key=worth.__getitem__, default=None) for pick in (max, min))
         if best is None or worst is None or worth[best] == worth[worst]:
             return {**rest, "chosen": "", "rejected": ""}

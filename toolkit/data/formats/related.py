@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from toolkit.common import UserError, count_text
-from toolkit.data.formats.columns import EMPTY, by_lower_case, listed, mapping_text, parsed, value_at
+from toolkit.data.formats.columns import EMPTY, NOTHING, by_lower_case, listed, mapping_text, parsed, value_at
 from toolkit.data.formats.labelled import PAIRS_OF_TEXTS, check_format
 from toolkit.data.reading.readers import RawRow
 from toolkit.data.rows import Related
@@ -191,9 +191,9 @@ def _said(value: Any, name: str, where: str) -> str:
     """A text, which may be a passage with a title, written before it as Tevatron does, or the one message of a chat,
     as ms-swift has it; a list of one of these counts as that one."""
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if isinstance(value, Mapping) and (text := value.get("text", value.get("content"))) not in EMPTY:
-        value = text if value.get("title") in EMPTY else f"{value['title']} {text}"
-    if value in EMPTY:
+    if isinstance(value, Mapping) and (text := value.get("text", value.get("content"))) not in NOTHING:
+        value = text if value.get("title") in NOTHING else f"{value['title']} {text}"
+    if value in NOTHING:
         return ""
     if not isinstance(value, str):
         raise UserError(f"{where}: `{name}` is no text", "correct the row, or name another column in `data.columns`")
@@ -205,7 +205,7 @@ def _listed(value: Any) -> list[Any]:
     written = parsed(value) if isinstance(value, str) and value.startswith("[") else None
     if isinstance(written, list) and not any(isinstance(each, int | float) for each in written):
         value = written
-    return [each for each in (value if isinstance(value, list) else [value]) if each not in EMPTY]
+    return [each for each in (value if isinstance(value, list) else [value]) if each not in NOTHING]
 
 
 def _score(row: Mapping[str, Any], where: str) -> float:

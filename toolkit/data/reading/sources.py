@@ -17,7 +17,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import xxhash
 from toolkit.common import UserError, first_line
 from toolkit.data.reading import hub, readers, remote
 from toolkit.data.reading.readers import RawRow
-from toolkit.data.reading.splits import is_of, is_part, split_of
+from toolkit.data.reading.splits import is_of, is_part, is_split_alone, split_of
 from toolkit.files import below
 from toolkit.recipe.data import Source
 
@@ -62,6 +62,10 @@ class Reader(ABC):
 
     def local_files(self) -> list[Path]:
         """Those of a local source."""
+        return []
+
+    def set_aside(self) -> list[Path]:
+        """Files of a local source that count as held out by a word in a longer name, beside training files without."""
         return []
 
     def class_names(self, column: str) -> list[str]:
@@ -129,6 +133,15 @@ class _Local(Reader):
 
     def local_files(self) -> list[Path]:
         return self.paths
+
+    def set_aside(self) -> list[Path]:
+        if self.source.split != "train" or any(split_of(path.name) for path in self.paths):
+            return []
+        found: list[Path] = []
+        for split in ("validation", "test"):
+            with suppress(UserError):
+                found += _local_files(self.source.model_copy(update={"split": split})) or []
+        return [path for path in found if split_of(path.name) and not is_split_alone(path.name)]
 
     def fingerprint(self) -> str:
         digest = xxhash.xxh3_128()
@@ -222,22 +235,23 @@ class _Hub(Reader):
         return f"{source.path}/{source.name}/{builder.hash}"
 
     def class_names(self, column: str) -> list[str]:
-        import datasets
-
-        source = self.source
-        with _hub_errors(source):
-            builder = datasets.load_dataset_builder(source.path, source.name, revision=source.revision)
-        feature = (builder.info.features or {}).get(column)
+        # A builder knows features only where a card states them; Parquet has them in its files.
+        with _hub_errors(self.source):
+            feature = (self._loaded().features or {}).get(column)
         return [*getattr(getattr(feature, "feature", feature), "names", ())]
 
     def _rows(self) -> Iterator[RawRow]:
+        source = self.source
+        with _hub_errors(source):
+            rows = enumerate(self._loaded(), 1)
+            yield from ((f"{source.path} row {n}", readers.without_nulls(row)) for n, row in rows)
+
+    def _loaded(self) -> Any:
         import datasets
 
         source = self.source
         options: dict[str, Any] = {"split": source.split, "revision": source.revision, "streaming": self.streaming}
-        with _hub_errors(source):
-            dataset = datasets.load_dataset(source.path, source.name, **options)
-            yield from ((f"{source.path} row {n}", readers.without_nulls(row)) for n, row in enumerate(dataset, 1))
+        return datasets.load_dataset(source.path, source.name, **options)
 
 
 @contextmanager

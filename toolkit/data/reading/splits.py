@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 SPLITS = {
@@ -20,6 +21,12 @@ def split_of(name: str) -> str | None:
         if found := next((split for split, aliases in SPLITS.items() if aliases & words), None):
             return found
     return None
+
+
+def is_split_alone(name: str) -> bool:
+    """Whether the name of a file says its split and at most a number: `test.csv`, not `unit_test_cases.csv`."""
+    words = "|".join(itertools.chain(*SPLITS.values()))
+    return re.match(rf"({words})([-_.]?\d.*)?\.", name.lower()) is not None
 
 
 def is_part(split: str) -> bool:

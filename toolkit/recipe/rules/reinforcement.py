@@ -54,7 +54,7 @@ def _keeps_of_base(recipe: Recipe) -> bool:
     """Whether what is trained is no more than adapters over the weights that the run starts from."""
     method = recipe.method
     beside = method.modules_to_save or recipe.model.new_tokens or recipe.model.adapter or recipe.trains_biases
-    return method.name == "lora" and not beside and method.init_lora_weights not in ("pissa", "olora", "corda", "loftq")
+    return method.name == "lora" and not beside and method.init_lora_weights not in ("pissa", "olora", "loftq")
 
 
 def _served(path: str, broken: Callable[[Recipe], object], why: str, change: str) -> Rule:

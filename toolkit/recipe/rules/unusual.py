@@ -74,6 +74,13 @@ UNUSUAL_RULES = {
     "save-epochs-beyond": _beyond("checkpoint.save_epochs", "no checkpoint is saved on the way", ", or remove it"),
     "evaluate-beyond": _beyond("evaluation.every_steps", "rows are evaluated only before and after", ", or remove it"),
     "log-beyond": _beyond("logging.every_steps", "only its last one is logged", ""),
+    "held-out-twice": Rule(
+        "data.eval_split",
+        lambda r, _: isinstance(r.data.eval_split, float) and r.data.eval_sources,
+        "beside data.eval_sources, whose rows are held out, this share of data.sources is held out too",
+        "set data.eval_split=null to train on all of data.sources",
+        warns=True,
+    ),
     "compile-unfit": Rule(
         "compile",
         lambda r, c: r.compile == "layers" and bool(unfit(r, c)),
