@@ -29,7 +29,6 @@ from tiny import chat_rows, tiny_model
 
 from toolkit.common import UserError
 from toolkit.recipe.rules import load_checked
-from toolkit.train import main as main_module
 from toolkit.train import process as process_module
 from toolkit.train.callbacks import CleanStop, Evaluator
 from toolkit.train.main import main
@@ -285,29 +284,26 @@ def test_training_saves_and_stops_when_its_launcher_dies(place: Path, monkeypatc
     assert_continues(place, run)
 
 
-def test_training_whose_launcher_dies_before_it_has_begun_ends_too(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+BEGINNING = """
+import os, sys, time
+from toolkit.train import main, process
+
+process._launched_by_accelerate = lambda: True
+main.load_checked = lambda *read: os.write(int(sys.argv[1]), b"x") and time.sleep(60)
+os._exit(main.main(sys.argv[2:]))
+"""
+LAUNCHING = "import subprocess, sys; subprocess.run(sys.argv[2:], pass_fds=[int(sys.argv[1])])"
+
+
+def test_training_whose_launcher_dies_before_it_has_begun_ends_too(place: Path) -> None:
     """While it imports the frameworks, say, which takes seconds."""
-    monkeypatch.setattr(process_module, "_launched_by_accelerate", lambda: True)
-    fork, end, begun = multiprocessing.get_context("fork"), *os.pipe()
-
-    def train() -> None:
-        os.close(end)
-        monkeypatch.setattr(main_module, "load_checked", lambda *read: os.write(begun, b"x") and time.sleep(60))
-        os._exit(main([*ENDLESS]))
-
-    def launch() -> None:
-        training = fork.Process(target=train)
-        training.start()
-        training.join()
-
-    launcher = fork.Process(target=launch)
-    launcher.start()
+    end, begun = os.pipe()
+    training = [sys.executable, "-c", BEGINNING, str(begun), *ENDLESS]
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHING, str(begun), *training], pass_fds=[begun])
     os.close(begun)
     assert os.read(end, 1) == b"x"
     launcher.kill()
-    launcher.join()
+    launcher.wait()
     assert select.select([end], [], [], 30)[0], "the training went on without its launcher"
     assert os.read(end, 1) == b""
     os.close(end)

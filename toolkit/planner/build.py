@@ -8,6 +8,7 @@ the recipe on the devices, needs the devices.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -83,7 +84,9 @@ def estimate(
             )
     # An engine must be known before the data is prepared, and be the same when the run is continued; a micro-batch not.
     known = question.statistics if recipe.knows_engine else None
-    recipe, chosen = decide(recipe, hardware, config=question.config, statistics=known, tracing=tracing)
+    chosen: dict[str, str] = {}
+    if recipe.undecided:
+        recipe, chosen = resolve(recipe, hardware, dataclasses.replace(question, statistics=known).plan)
     plan = question.plan(recipe, hardware, may_trace=True)
     assert plan is not None
     if plan.origin == "formulas" and config is None and not model_configs.known_model(recipe.model):

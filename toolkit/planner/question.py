@@ -45,7 +45,8 @@ class Question:
     statistics: DataStatistics | None
     tracing: Tracing
     context: int | None = None
-    _teachers: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    teachers: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict, repr=False)
+    """Configs of teachers that have been asked for."""
 
     def plan(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
         """See `search.Estimate`."""
@@ -203,9 +204,9 @@ class Question:
     def _config_of(self, teaches: Recipe) -> Mapping[str, Any]:
         """Of a teacher, which each setting asks for; that in a GGUF file takes a process a second to read."""
         model = teaches.model.model_copy(update={"attention": "auto"}).model_dump_json()
-        if model not in self._teachers:
-            self._teachers[model] = config_of(teaches)
-        return self._teachers[model]
+        if model not in self.teachers:
+            self.teachers[model] = config_of(teaches)
+        return self.teachers[model]
 
     def _backend(self, recipe: Recipe, hardware: Hardware) -> str:
         return self._attention(recipe, hardware)[0]
