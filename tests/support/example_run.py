@@ -67,6 +67,7 @@ AUDIT: dict[str, Any] = {
             "rows": 3246,
             "empty_rows": 1,
             "first_empty": "rows.jsonl:7",
+            "set_aside": [],
             "unused_columns": ["<u>kind</u>"],
             "verdicts": {},
             "worse": {},
