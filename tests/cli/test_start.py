@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import signal
 import socket
@@ -112,6 +113,24 @@ def test_who_is_stopped_by_ctrl_c_waits_for_what_the_training_still_saves(tmp_pa
             time.sleep(0.02)
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(60) == 130 and (tmp_path / "saved").exists()
+
+
+@pytest.mark.usefixtures("in_foreground")
+def test_ctrl_c_of_a_whole_group_does_not_cut_short_what_the_training_clears_away(tmp_path: Path) -> None:
+    """As notebooks and editors send it, also to the launcher, which passes on that it heard it."""
+    (tmp_path / "clears.py").write_text(
+        "import pathlib, time\nfrom toolkit.train.process import told_to_stop\n"
+        "with told_to_stop():\n    pathlib.Path('up').touch()\n    try:\n        time.sleep(60)\n"
+        "    finally:\n        time.sleep(1)\n        pathlib.Path('cleared').touch()\n"
+    )
+    command = [sys.executable, "-m", "toolkit.cli.start", "clears.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), start_new_session=True) as launcher:
+        end = time.monotonic() + 60
+        while not (tmp_path / "up").exists():
+            assert launcher.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        os.killpg(launcher.pid, signal.SIGINT)
+        assert launcher.wait(60) == 130 and (tmp_path / "cleared").exists()
 
 
 def test_what_is_started_ends_with_its_launcher_whatever_it_is_at(tmp_path: Path, ranks: Ranks) -> None:

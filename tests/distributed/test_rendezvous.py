@@ -282,10 +282,11 @@ def test_what_one_finds_wrong_ends_all(failing: int) -> None:
 @pytest.mark.parametrize("stopped", [0, 1])
 @pytest.mark.parametrize(
     ("by", "says", "code"),
-    [(KeyboardInterrupt(), "stopped by Ctrl-C", 130), (Terminated(signal.SIGTERM), "stopped by SIGTERM", 143)],
+    [(KeyboardInterrupt(), "stopped by Ctrl-C", 130), (Terminated(signal.SIGTERM), "stopped by SIGTERM", 75)],
 )
 def test_who_is_stopped_alone_ends_all(stopped: int, by: KeyboardInterrupt, says: str, code: int) -> None:
-    """They would wait for as long as it may stay silent."""
+    """They would wait for as long as it may stay silent. SIGTERM may come of another process that was killed, after
+    which a run is started again."""
 
     def stop(met: Rendezvous) -> None:
         raise by

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -331,17 +330,17 @@ def test_what_a_start_copies_is_not_removed_by_the_start_of_another_run(
     assert take_left(recipe(fast), target) == VALUES
     assert (target / "checkpoint-3" / "part-0.pt").read_bytes() == b"0123456789"
     # Once it is copied, it is removed; a start of this run that comes meanwhile waits for that.
-    removed = threading.Event()
+    begun, removed = threading.Event(), threading.Event()
 
     def remove_slowly(place: Path, **kwargs: Any) -> None:
-        removed.wait(1)
+        begun.set()
+        removed.wait(60)
         remove(place, **kwargs)
 
     remove = shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", remove_slowly)
     removing = in_background(lambda: remove_dead(fast))
-    while not is_held(folder.place / ".lock"):
-        time.sleep(0.01)
+    assert begun.wait(60)
     again = in_background(lambda: machine(monkeypatch, fast, tmp_path / "run"))
     with pytest.raises(TimeoutError):
         again.result(0.2)

@@ -14,6 +14,7 @@ import functools
 import itertools
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -221,9 +222,12 @@ class Rendezvous:
         if store is None or self._closed.is_set() or self._silent == [0]:
             return
         self.stop()
-        what, *rest = in_words(error)
+        what, change, code = in_words(error)
+        if code == 128 + signal.SIGTERM:
+            # Launchers send it to all processes beside one that was killed, which another start may not meet again.
+            code = os.EX_TEMPFAIL
         what = what if isinstance(error, SharedError) else f"{self.name(self.world.rank)}: {what}"
-        message = json.dumps([what, *rest, self.world.world_size - len(self._silent)])
+        message = json.dumps([what, change, code, self.world.world_size - len(self._silent)])
         with contextlib.suppress(DistError, TimeoutError):
             ended = _within(_LEAVE_SECONDS, lambda: store.compare_set("end", "", message))
             self._leave(store, json.loads(ended)[3])

@@ -145,7 +145,8 @@ def stop_signals() -> tuple[int, ...]:
 
 @contextmanager
 def told_to_stop() -> Iterator[None]:
-    """Has `stop_signals` raise `Terminated`: by default they end Python in mid-sentence, and nobody learns why.
+    """Has `stop_signals` raise `Terminated`: by default they end Python in mid-sentence, and nobody learns why. After
+    Ctrl-C they come from launchers that have heard it too, and do not count.
 
     What is raised while an object is cleared away Python drops, so it is raised again a moment later; Ctrl-C's, too.
     """
@@ -154,17 +155,23 @@ def told_to_stop() -> Iterator[None]:
         yield  # Which alone can do so.
         return
     _told_at = -math.inf
-    previous = {number: signal.signal(number, _terminate) for number in stop_signals()}
-    say, sys.unraisablehook = sys.unraisablehook, _raise_again_or(sys.unraisablehook)
+    numbers = [*stop_signals()]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
+    previous = {number: signal.signal(number, _terminate) for number in numbers}
+    timers: list[threading.Timer] = []
+    say, sys.unraisablehook = sys.unraisablehook, _raise_again_or(sys.unraisablehook, timers)
     try:
         yield
     finally:
         sys.unraisablehook = say
+        for each in timers:
+            each.cancel()  # Whoever answers these signals next was not asked to stop.
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _raise_again_or(say: Callable[[Any], object]) -> Callable[[Any], object]:
+def _raise_again_or(say: Callable[[Any], object], timers: list[threading.Timer]) -> Callable[[Any], object]:
     """What Python calls with an error that it drops: says it, unless somebody is stopping this process."""
 
     def dropped(unraisable: Any) -> None:
@@ -175,7 +182,9 @@ def _raise_again_or(say: Callable[[Any], object]) -> Callable[[Any], object]:
         _told_at = -math.inf
         number = error.exit_code - 128 if isinstance(error, Terminated) else signal.SIGINT
         # Here it would be dropped once more.
-        threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number)).start()
+        again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
+        timers.append(again)
+        again.start()
 
     return dropped
 
@@ -183,6 +192,8 @@ def _raise_again_or(say: Callable[[Any], object]) -> Callable[[Any], object]:
 def _terminate(number: int, frame: object) -> None:
     global _told_at
     before, _told_at = _told_at, time.monotonic()
+    if number == signal.SIGINT:
+        signal.default_int_handler(number, frame)  # type: ignore[arg-type]
     # What is cleared away for the first one is not left half-done for the second.
     if _told_at - before > ONE_SIGNAL_SECONDS:
         raise Terminated(number)
@@ -190,9 +201,10 @@ def _terminate(number: int, frame: object) -> None:
 
 def _end_as_usual() -> None:
     # What is forked from here has no word to say, and pools end their processes so.
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL),
+                          (signal.SIGINT, signal.default_int_handler)):  # fmt: skip
         if signal.getsignal(number) is _terminate:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, usual)
 
 
 os.register_at_fork(after_in_child=_end_as_usual)
