@@ -108,6 +108,34 @@ def test_own_keys_win_over_what_a_recipe_extends_with_and_without_self(recwarn: 
     assert not recwarn
 
 
+@pytest.mark.parametrize("defaults", ["[_self_, {data: bare}]", "[{data: bare}, _self_]"])
+def test_a_file_describes_the_data_that_it_chooses_itself(defaults: str) -> None:
+    """Wherever `_self_` stands; and so does a part that is extended by whoever chooses the data."""
+    write("data/bare", "sources: [bare.jsonl]\n")
+    about = "data: {columns: {messages: turns}, ignore: [label], eval_split: test}\n"
+    write("base", f"defaults: {defaults}\nmodel: gpt2\n{about}")
+    write("_part", f"model: gpt2\n{about}")
+    write("whole", "defaults: _part\ndata: bare\n")
+    for loaded in (load("base"), load("whole")):
+        data = loaded.recipe.data
+        assert (data.columns, data.ignore, data.eval_split) == ({"messages": "turns"}, ["label"], "test")
+        assert not loaded.warnings
+    write("middle", "defaults: base\ndata: {ignore: [other]}\n")
+    write("other", "defaults: middle\ndata: wikitext\n")
+    for loaded in (load("other"), load("middle", ["data=wikitext"]), load("base", ["data=wikitext"])):
+        data = loaded.recipe.data
+        assert (data.columns, data.ignore, data.eval_split, loaded.warnings) == ({}, [], "validation", ())
+    write("outer", "defaults: other\ndata: {ignore: [mine]}\n")
+    assert load("outer").recipe.data.ignore == ["mine"]
+
+
+def test_own_keys_that_nothing_sets_are_warned_of() -> None:
+    write("base", "model: gpt2\ndata: b.jsonl\n")
+    write("first", "defaults: [_self_, base]\ndata: {ignore: [label]}\n")
+    (warning,) = map(str, load("first").warnings)
+    assert "`_self_` stands before what does away with it" in warning and "None" not in warning
+
+
 def test_own_keys_that_a_group_overrules_are_warned_of() -> None:
     write("first", "defaults: [_self_, smollm2_135m_full, {method: lora}]\nmethod: {r: 4, name: full}\nseed: 3\n")
     (warning,) = map(str, load("first").warnings)

@@ -300,6 +300,64 @@ def test_what_describes_the_old_data_does_not_go_over_to_others(mine: Path, old:
         assert (data.eval_sources, data.eval_split, data.shuffle) == ([], 0.01 if is_alpaca else 0.05, False)
 
 
+@pytest.mark.parametrize("old", ["sources: [a]", "option: wikitext"])
+@pytest.mark.parametrize("change", ["data=b.jsonl", "data=bare", "data=wide", "data=alpaca"])
+@pytest.mark.parametrize("held", ["eval_split: old", "eval_sources: [c]"])
+def test_one_rule_for_what_other_data_hold_out(mine: Path, held: str, change: str, old: str) -> None:
+    """A fraction if they say nothing of that; whether they are a word or an option, and wherever the old data stood."""
+    write("data/bare", "sources: [bare.jsonl]\n")
+    write("data/more", "eval_sources: [e.jsonl]\n")
+    write("data/wide", "defaults: [_self_, more]\nsources: [wide.jsonl]\n")
+    write("long", f"model: {{path: m}}\ndata: {{{old}, {held}}}\n")
+    write("child", f"defaults: long\n{change.replace('=', ': ')}\n")
+    write_diff("long", [change], "copied")
+    for loaded in (load("long", [change]), load("child"), load("copied")):
+        data = loaded.recipe.data
+        says = {"data=wide": (None, ["e.jsonl"]), "data=alpaca": (0.01, [])}
+        assert (data.eval_split, [source.path for source in data.eval_sources]) == says.get(change, (0.05, []))
+        assert not loaded.warnings
+    assert load("long", [change, "data.eval_split=null"]).recipe.data.eval_split is None
+
+
+@pytest.mark.parametrize("held", ["eval_split: test", "eval_sources: [held]"])
+@pytest.mark.parametrize("old", ["sources: [a]", "option: wikitext"])
+def test_in_place_of_rows_held_out_of_other_data_a_stream_has_none(mine: Path, old: str, held: str) -> None:
+    write("long", f"model: {{path: m}}\ndata: {{{old}, {held}}}\nschedule: {{max_steps: 5}}\n")
+    write("child", "defaults: long\ndata: fineweb_edu\n")
+    write_diff("long", ["data=fineweb_edu"], "copied")
+    for loaded in (load("long", ["data=fineweb_edu"]), load("child"), load("copied")):
+        assert (loaded.recipe.data.eval_split, loaded.recipe.data.eval_sources) == (None, [])
+        (warning,) = map(str, loaded.warnings)
+        assert "nothing is held out" in warning and held.partition(": ")[0 if "sources" in held else 2] in warning
+    for own in ("data.eval_split=null", "data.eval_split=validation", "data.eval_sources=[c]"):
+        assert not load("child", [own]).warnings
+    assert not load("long", ["~data.eval_split", "~data.eval_sources", "data=fineweb_edu"]).warnings
+    write("streamed", "defaults: long\ndata: {streaming: true}\n")
+    assert load("streamed", ["data=b.jsonl"]).recipe.data.eval_split is None
+
+
+@pytest.mark.parametrize(
+    ("old", "again"),
+    [
+        ("option: alpaca", "data=alpaca"),
+        ("sources: [tatsu-lab/alpaca], format: alpaca", "data=alpaca"),
+        ("sources: [{path: rows.jsonl}]", "data=rows.jsonl"),
+        ("sources: [rows.jsonl]", "data=[{path: rows.jsonl}]"),
+    ],
+)
+def test_the_same_data_again_change_nothing(mine: Path, old: str, again: str) -> None:
+    about = "columns: {input: context}, ignore: [label], eval_split: test"
+    write("long", f"model: {{path: m}}\ndata: {{{old}, {about}}}\n")
+    write("middle", "defaults: long\ndata: {over_long: drop, ignore: [other]}\n")
+    write("child", f"defaults: middle\n{again.replace('=', ': ')}\n")
+    kept = load("middle").recipe
+    assert (kept.data.columns, kept.data.ignore) == ({"input": "context"}, ["other"])
+    for recipe in (load("middle", [again]).recipe, load("child").recipe):
+        assert (recipe.data.columns, recipe.data.ignore) == ({"input": "context"}, ["other"])
+        # An option that a file chooses lies on what the file extends.
+        assert recipe == kept or (old.startswith("sources: [tatsu") and recipe.data.eval_split == 0.01)
+
+
 @pytest.mark.parametrize("change", ["model=org/other", "model=smollm2_360m_instruct"])
 @pytest.mark.parametrize("old", ["path: m", "option: smollm2_135m_builtin"])
 def test_a_tokenizer_does_not_go_over_to_another_model(mine: Path, old: str, change: str) -> None:

@@ -41,7 +41,7 @@ from toolkit.recipe.files import (
     search_order,
     short,
 )
-from toolkit.recipe.layer import Layer, plain
+from toolkit.recipe.layer import OWN_KEYS, Layer, plain, same
 from toolkit.recipe.overrides import parse, replaced, section_word
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.slips import INTERPOLATION
@@ -90,10 +90,10 @@ def compose_recipe(name: str, overrides: Sequence[str], folder: str | Path | Non
     warnings = walk.overruled(file, result)
     for key in changes.removed:
         result.drop(key)
-    if "model" in changes.others:
-        result.leave_model(changes.values.get("model.path"))
-    if "data" in changes.others:
-        result.leave_data({key.partition(".")[2] for key in changes.values if key.startswith("data.")})
+    if not {"data", "data.eval_split", "data.eval_sources"}.isdisjoint(changes.removed):
+        result.left = ""
+    for section in sorted(changes.others):
+        result.leave_for(section, changes.values.get(f"{section}.{sections()[section].main_key}"))
     config, problems = OmegaConf.create(result.values), list(changes.problems)
     for key, value in changes.values.items():
         try:
@@ -117,7 +117,9 @@ def compose_recipe(name: str, overrides: Sequence[str], folder: str | Path | Non
         result.origins |= dict.fromkeys([*words, key], COMMAND_LINE)
     warnings = [warning for warning in warnings if result.origins.get(warning.path) != COMMAND_LINE]
     warnings += [warning for warning in result.warnings if result.origins.get(warning.path) == warning.where]
-    return Composed(name, file, plain(config), result.origins, problems, walk.texts(result) | changes.texts, warnings)
+    values = plain(config)
+    warnings += result.hold_out(values.get("data"))
+    return Composed(name, file, values, result.origins, problems, walk.texts(result) | changes.texts, warnings)
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,10 @@ class _Walk:
     """The layer of the recipe's own file."""
     _order: list[Layer | str] = field(default_factory=list)
     _files: dict[Path, Read] = field(default_factory=dict)
+    _said: dict[tuple[Path, str], str | dict[str, Any] | None] = field(default_factory=dict)
+    """File and group to the option, or the main key with its value, that the file gives it, whether that counts."""
+    _old: dict[str, Any] = field(default_factory=dict)
+    """Group to the value of its main key before an outer choice, in the files put in order so far."""
 
     def layers(self, file: Path) -> list[Layer]:
         """The layers of a recipe, the lowest first."""
@@ -182,11 +188,14 @@ class _Walk:
     def overruled(self, file: Path, result: Layer) -> list[Problem]:
         """The keys of the recipe's own file that come out otherwise, because `_self_` does not stand last in it."""
         place = next((place for entry, place in self._files[file].defaults if entry == "_self_"), "")
-        problems = []
+        problems: list[Problem] = []
         for key, where in self.own.origins.items() if place else ():
             given, counts = (value_at(layer.values, key.split(".")) for layer in (self.own, result))
+            if any(key.startswith(f"{problem.path}.") for problem in problems):
+                continue  # An entry of a list that is named already.
             if given != counts and not isinstance(given, dict):
-                what = f"does not count: `_self_` stands before what sets it in {result.origins.get(key)}"
+                by = f"sets it in {result.origins[key]}" if key in result.origins else "does away with it"
+                what = f"does not count: `_self_` stands before what {by}"
                 hint = f"move `_self_` to the end of `defaults` ({place}), or remove {key}"
                 problems.append(Problem(key, what, where, as_text(given), hint=hint))
         return problems
@@ -203,10 +212,7 @@ class _Walk:
                 self._extend(step, [*around, file])
             elif step == "_self_":
                 self._order += [group for group in chosen if group not in self._order]
-                for group in ("data", "model"):
-                    is_outer = group in self._order and self._is_outer(self.choices.get(group), around)
-                    if is_outer and any(layer.others for layer in self._chosen(group)):
-                        own.leave_to_option(group)
+                self._leave(own, file, around)
                 self._order.append(own)
             elif isinstance(step, str) and step not in self._order:
                 self._order.append(step)
@@ -229,6 +235,7 @@ class _Walk:
             if isinstance(word, dict) and word and not self._is_outer(self.choices.get(section), around):
                 own.set_main_key(section, word)
                 continue
+            self._said[source.file, section] = word
             place = own.origins[key]
             own.drop(key)
             if not isinstance(word, dict):
@@ -289,7 +296,9 @@ class _Walk:
         first = self.choices.get(group)
         if option is not None and not NAME.fullmatch(option):
             self._problem(group, "is not the name of an option", place, option, ", ".join(options(group, self.search)))
-        elif first is None:
+            return
+        self._said[file, group] = option
+        if first is None:
             self.choices[group] = _Choice(option, place, file)
         elif not self._is_outer(first, around):
             hint = f"write `{group}: {first.option}` in the recipe that extends both"
@@ -303,11 +312,29 @@ class _Walk:
     def _chosen(self, group: str) -> list[Layer]:
         """The layers of the option that was chosen for a group."""
         choice = self.choices.get(group)
-        layers = self._option(group, choice.option, choice.place, []) if choice and choice.option is not None else []
-        main_key = sections()[group].main_key
-        if any(main_key in (layer.values[group] or {}) for layer in layers):
-            layers[0].others.add(group)
-        return layers
+        return self._option(group, choice.option, choice.place, []) if choice and choice.option is not None else []
+
+    def _leave(self, own: Layer, file: Path, around: list[Path]) -> None:
+        """Takes out what a file says of data or a model that an outer choice replaces by others."""
+        for group in OWN_KEYS:
+            choice = self.choices.get(group)
+            if choice is None or not self._is_outer(choice, around):
+                continue
+            main_key = sections()[group].main_key
+            stated, said = own.values.get(group), self._said.get((file, group))
+            old = stated.get(main_key) if isinstance(stated, dict) else None
+            old = old or (next(iter(said.values()), None) if isinstance(said, dict) else self._main_value(group, said))
+            self._old[group] = old = old or self._old.get(group)
+            new = self._main_value(group, choice.option)
+            if old and new and not same(old, new):
+                own.leave(group)
+                own.drop(f"{group}.{main_key}")
+
+    def _main_value(self, group: str, option: str | None) -> Any:
+        """The value that an option gives the main key. It may not be the one that counts, so no problem is reported."""
+        layers = _Walk(self.search, self.folders, {group: _Choice(option)})._chosen(group)
+        stated = [(layer.values[group] or {}).get(sections()[group].main_key) for layer in layers]
+        return next((value for value in reversed(stated) if value), None)
 
     def _option(self, group: str, option: str, place: str, around: list[Path]) -> list[Layer]:
         """The layers of an option: those that it extends, then its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,6 @@ _EITHER = (
     ("batch.global_batch_size", "batch.tokens_per_step"),
 )
 """Keys that say the same in two ways: a new one replaces the other one of what it changes."""
-
-OF_SOURCES = ("format", "columns", "ignore", "eval_sources")
-"""Keys of a data section that describe its sources, and so do not go over to others."""
-OF_MODELS = ("tokenizer",)
-"""Keys of a model section that belong to its path, and so do not go over to another."""
-_HELD_OUT = 0.05
-"""Fraction of rows that takes the place of a split's name; what all messages give as an example."""
 
 _ALL_KEYS = "`toolkit show --help` lists all keys"
 
@@ -81,7 +74,7 @@ class Overrides:
     texts: dict[str, str] = field(default_factory=dict)
     """Dotted key to its value as it was typed."""
     others: set[str] = field(default_factory=set)
-    """Sections that were given as a word; other data and models do not inherit all: see `inherited`."""
+    """Sections that were given as a word; other data and models do not inherit all: see `Layer.leave`."""
     problems: list[Problem] = field(default_factory=list)
     """What is wrong with the rest."""
 
@@ -204,24 +197,6 @@ def replaced(stated: Mapping[str, Any]) -> list[str]:
     """Dotted keys that mean the same as stated ones in another way, and so give way to them."""
     either = [*_EITHER, *(pair[::-1] for pair in _EITHER)]
     return [other for key, other in either if stated.get(key) is not None and other not in stated]
-
-
-def inherited(data: Mapping[str, Any], stated: Container[str] = ()) -> dict[str, Any]:
-    """What other sources, given as a word or an option, inherit of a data section.
-
-    They have a form, columns and splits of their own: where a split was held out, or a source, a fraction of them is.
-
-    Args:
-        data: The section that was written for the sources before them.
-        stated: Keys that are written for the new ones.
-    """
-    kept = {key: value for key, value in data.items() if key not in OF_SOURCES}
-    held_out = kept.get("eval_split") or data.get("eval_sources")
-    if held_out and not isinstance(held_out, float):
-        kept["eval_split"] = _HELD_OUT
-        if "eval_sources" in stated:
-            del kept["eval_split"]
-    return kept
 
 
 def full_key(key: str) -> str:

@@ -23,8 +23,9 @@ from toolkit.recipe.compose import Composed, compose_recipe
 from toolkit.recipe.dotted import inline
 from toolkit.recipe.errors import DEFAULT, as_text, origin_of
 from toolkit.recipe.files import NAME, options, read, recipe_folders, search_order, shipped_recipes
+from toolkit.recipe.layer import Layer, inherited, left_split
 from toolkit.recipe.load import Loaded, load
-from toolkit.recipe.overrides import inherited, parse
+from toolkit.recipe.overrides import parse
 from toolkit.recipe.schema import Recipe, sections
 
 _ANNOTATIONS = ("title", "description", "default")
@@ -253,7 +254,9 @@ def write_diff(parent: str, overrides: Sequence[str], name: str, folder: str | P
 
 def _is_other_data(wanted: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
     """Whether the data differ as `data=OTHER` makes them."""
-    return wanted["sources"] != base["sources"] and inherited(base) | {"sources": wanted["sources"]} == wanted
+    others = inherited(base) | {"sources": wanted["sources"]}
+    Layer(left=left_split(base)).hold_out(others)
+    return wanted["sources"] != base["sources"] and others == wanted
 
 
 def _exists(file: Path) -> UserError:
