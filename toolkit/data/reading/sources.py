@@ -178,6 +178,8 @@ class _Remote(Reader):
         self.files = [files[path] for path in chosen]
 
     def class_names(self, column: str) -> list[str]:
+        if readers.kind(Path(self.files[0].name)) not in readers.TYPED:
+            return []
         return readers.class_names(self.files[0].fetch(), column)  # Rows are read from this copy first.
 
     def fingerprint(self) -> str:
