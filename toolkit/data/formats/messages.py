@@ -155,7 +155,16 @@ def without_use(fields: Iterable[str], template: str) -> list[str]:
     ]
 
 
-def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+def are_tools(value: Any) -> bool:
+    """Whether a value is a list of definitions of functions, also as JSON, and nothing else that is called so."""
+    tools = parsed(value)
+    return isinstance(tools, list) and all(
+        isinstance(tool, dict) and (isinstance(tool.get("function"), dict) or isinstance(tool.get("name"), str))
+        for tool in map(parsed, tools)
+    )
+
+
+def read_tools(value: Any, where: str, column: str = "tools") -> list[dict[str, Any]] | None:
     """Tool definitions in OpenAI's form, or None if there are none; a bare function is put into it.
 
     Raises:
@@ -166,7 +175,7 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
         return None
     tools = [parsed(tool) for tool in (value if isinstance(value, list) else [value])]
     if not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{where}: `tools` is not a list of tool definitions", "write JSON schema objects")
+        raise UserError(f"{where}: `{column}` is not a list of tool definitions", "write JSON schema objects")
     return [_tool(tool) for tool in tools]
 
 
