@@ -1007,3 +1007,5 @@ def test_a_part_beside_tool_calls_is_left_out_without_them(train_on: Any) -> Non
     assert trained(encoder, Chat([USER, said | {"untrained": {"content": [[5, 9]]}}])) == ["Good.", CALLED]
     said["content"] = "Paris"  # Which the call says, too.
     assert trained(encoder, Chat([USER, said | {"untrained": {"content": [[0, 5]]}}])) == [CALLED]
+    said["content"] = "\nParis"
+    assert trained(encoder, Chat([USER, said | {"untrained": {"content": [[0, 6]]}}])) == ["\n", CALLED]

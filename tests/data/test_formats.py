@@ -372,6 +372,9 @@ def test_settings_and_tools_of_a_row_are_for_chats() -> None:
     ]
     rows.append({"prompt": "a", "completion": talk[1:]})
     for row in rows:
+        for key in ("tools", "functions"):
+            with pytest.raises(UserError, match=f"`{key}` is not a list of tool definitions"):
+                convert(row | {key: ["add"]})
         for key, given in (("tools", tools), ("functions", tools), ("tools", json.dumps(tools))):
             chat = convert(row | {key: given, "chat_template_kwargs": json.dumps(settings)})
             assert isinstance(chat, Chat) and (chat.tools, chat.template_kwargs) == (tools, settings)

@@ -339,3 +339,26 @@ def test_calls_are_parts_of_a_message_that_may_be_left_out() -> None:
         assert "has parts that are trained and tool calls that are not" in refused(says([text, unread]))
     assert one(says([text, call | {"train": True}])) == says("a", train=True, **called)
     assert "trained and tool calls that are not" in refused(says("a", tool_calls=[{"function": first, "weight": 0}]))
+    left_out = says("a", train=False, tool_calls=[first | {"train": True}])
+    assert one(left_out) == says("a", train=True, untrained={"content": [[0, 1]]}, **called)
+    thinks = one(left_out | {"reasoning_content": "Hm."})
+    assert thinks["untrained"] == {"content": [[0, 1]], "reasoning_content": [[0, 3]]}
+    written = {"role": "function_call", "content": json.dumps(first | {"train": False})}
+    assert one(written) == says("", train=False, **called)
+
+
+@pytest.mark.parametrize("name", ["weight", "keep"])
+def test_flags_of_calls_and_parts_have_the_names_that_those_of_messages_have(name: str) -> None:
+    flags, first = {"flags": (*FLAGS, "keep")}, {"name": "add", "arguments": {"a": 0}}
+    expected = says("", tool_calls=[{"type": "function", "function": first}])
+    for call in (first | {name: 0.25}, {"function": first, name: 0.25}):
+        said = refused(says("", tool_calls=[first, call]), **flags)
+        assert f"(`tool_calls[1]`) has `{name}: 0.25`" in said and f"'data.ignore=[{name}]'" in said
+        assert one(says("", tool_calls=[call]), ignored=[name], **flags) == expected
+        assert one(says("", tool_calls=[call | {name: 0}]), **flags) == expected | {"train": False}
+    for flag in (0.25, 0):
+        part = {"type": "text", "text": "a", name: flag}
+        assert one(says([part]), ignored=[name], **flags) == says("a")
+    assert one(says([part]), **flags) == says("a", train=False)
+    in_parts = one(says([{"type": "tool_call", **first, name: 0}]), **flags)
+    assert in_parts == expected | {"train": False}

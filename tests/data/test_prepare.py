@@ -231,6 +231,42 @@ def test_files_that_are_set_aside_for_a_word_in_their_name_are_warned_of(tmp_pat
     assert warned() == [], "beside files that say they are for training, others are not"
 
 
+@pytest.mark.parametrize(
+    ("train", "held"),
+    [
+        ("train/chats", "test/chats_test"),
+        ("chats", "test/chats_test"),
+        ("chats", "chats_test"),
+        ("chats", "dev-chats"),
+        ("chats_train", "chats_test"),
+    ],
+)
+def test_files_that_their_folder_or_a_name_beside_theirs_holds_out_are_not_warned_of(
+    train: str, held: str, tmp_path: Path, cache: Path
+) -> None:
+    for name in (train, held):
+        documents(tmp_path / "d" / f"{name}.jsonl", 3, name)
+    assert prepare(recipe(tmp_path / "d"), chatml_tokenizer(), STOP, cache).audit.problems == []
+
+
+def test_files_that_are_set_aside_are_those_there_are_and_that_nothing_reads(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents(tmp_path / "d" / "bugfix.jsonl", 3)
+    added = tmp_path / "d" / "unit_test_gen.jsonl"
+    monkeypatch.chdir(tmp_path)
+
+    def warnings(*sources: Any, **data: Any) -> int:
+        return len(prepare(recipe("d", *sources, **data), chatml_tokenizer(), STOP, cache).audit.problems)
+
+    assert warnings() == 0
+    documents(added, 3, "other")
+    assert warnings() == 1, "also of data that was prepared before"
+    assert warnings(eval_sources=[str(added)]) == warnings(added) == 0
+    added.unlink()
+    assert warnings() == 0
+
+
 def test_one_row_cannot_be_split(tmp_path: Path, cache: Path) -> None:
     path = documents(tmp_path / "a.jsonl", 1)
     assert len(prepare(recipe(path), chatml_tokenizer(), STOP, cache).train) == 1

@@ -105,6 +105,16 @@ def test_a_rows_own_system_message_tools_and_settings_are_asked_with_it() -> Non
             converted({"prompt": "2 + 2", name: value}, template=False)
 
 
+@pytest.mark.parametrize("functions", ["def f(x): return x", ["f", "g"], [{"code": "f"}], {"f": "def f"}, [], None])
+@pytest.mark.parametrize("template", [True, False])
+def test_functions_that_are_no_definitions_of_tools_are_for_a_reward(functions: Any, template: bool) -> None:
+    found = converted({"prompt": "2 + 2", "functions": functions}, template=template)
+    assert found.asked == (Chat([USER]) if template else Completion("2 + 2", ""))
+    assert found.columns == {"functions": functions, "answer": ""}
+    with pytest.raises(UserError, match="`tools` is not a list of tool definitions"):
+        converted({"prompt": "2 + 2", "functions": functions, "tools": ["f"]})
+
+
 @pytest.mark.parametrize(
     ("row", "settings", "said"),
     [

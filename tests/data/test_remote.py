@@ -192,6 +192,12 @@ def test_classes_have_the_names_that_a_file_gives_them(tmp_path: Path) -> None:
     assert open_source(Source(path="memory://a.parquet")).class_names("label") == ["no", "yes"]
 
 
+def test_no_copy_is_made_to_find_that_a_file_names_no_classes(tmp_path: Path) -> None:
+    write_memory({"/a.jsonl.gz": gzip.compress(LINES)})
+    assert open_source(Source(path="memory://a.jsonl.gz")).class_names("label") == []
+    assert not (tmp_path / "cache").exists()
+
+
 OF_CLOUDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"} | dict.fromkeys(
     ("az", "abfs", "abfss"), "adlfs"
 )

@@ -183,6 +183,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "held out file": {"eval_sources": ["held.jsonl"]},
     "few held out": {"eval_sources": ["held.jsonl"], "eval_max_samples": 5},
     "held out with a wide limit": {"eval_sources": ["held.jsonl"], "eval_max_samples": 500},
+    "held out beside a fraction": {"eval_split": 0.25, "eval_sources": ["held.jsonl"]},
     "few of a fraction": {"eval_split": 0.5, "eval_max_samples": 7},
     "held out and dropped": {"eval_sources": ["held.jsonl"], "over_long": "drop", "seq_len": 24},
 }

@@ -183,6 +183,40 @@ def test_one_of_several_splits_of_a_kind_is_taken_by_its_whole_name(pattern: str
 
 
 @pytest.mark.parametrize(
+    ("split", "name", "others"),
+    [
+        ("train_sft", "train_sft_00000.jsonl", ["train_gen_00000.jsonl"]),
+        ("validation_matched", "mnli_validation_matched.jsonl", ["mnli_validation_mismatched.jsonl"]),
+        ("validation_matched", "dev_matched.tsv", ["dev_mismatched.tsv", "train.tsv"]),
+        ("train_1", "train_1_of.jsonl", ["train_10.jsonl", "train_2.jsonl"]),
+        ("train_sft", "train_sft/rows.jsonl", ["train_sft/val.jsonl"]),
+        ("Test_Set", "data/test_set/a.jsonl", ["data/test_other/a.jsonl"]),
+        ("test_set", "test.jsonl", ["train.jsonl"]),
+        ("test_set", "test-00000-of-00001.jsonl", ["train-00000-of-00001.jsonl"]),
+        ("test_set", "gsm8k_test.jsonl", ["gsm8k_train.jsonl"]),
+        ("test_set", "test/rows.jsonl", ["train/rows.jsonl"]),
+        ("train_sft", "rows.jsonl", ["test.jsonl"]),
+        ("train_sft", "rows.jsonl", []),
+    ],
+)
+def test_a_split_with_further_words_is_found_beside_others_and_else_all_of_its_kind(
+    split: str, name: str, others: list[str], tmp_path: Path
+) -> None:
+    for file in (name, *others):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(f"text\n{file}\n" if file.endswith("tsv") else json.dumps({"text": file}))
+    assert read(tmp_path, split=split) == [{"text": name}]
+
+
+@pytest.mark.parametrize(
+    ("split", "name"), [("train_3", "train_1"), ("gen_train", "sft_train"), ("mnli_val_matched", "mnli_val_mismatched")]
+)
+def test_a_split_with_further_words_is_not_another_one_of_its_kind(split: str, name: str, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / f"{name}.jsonl", [{"text": "a"}])
+    assert f"has no split `{split}`" in refused(tmp_path, split=split)
+
+
+@pytest.mark.parametrize(
     "pattern", ["run[12]/rows/*.jsonl", "run?/rows/a.jsonl", "run[12]/*/a.jsonl", "*/rows/?.jsonl"]
 )
 def test_patterns_of_folders(pattern: str, tmp_path: Path) -> None:

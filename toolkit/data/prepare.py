@@ -39,7 +39,7 @@ from toolkit.data.formats.messages import without_use
 from toolkit.data.formats.task import Task
 from toolkit.data.mixture import Indices, counts_for_usable, mix, weighs
 from toolkit.data.own_answers import longest_rows, prompts_of
-from toolkit.data.reading.sources import Reader, open_sources
+from toolkit.data.reading.sources import Reader, open_sources, set_aside
 from toolkit.data.reward_files import file_hashes
 from toolkit.data.row_table import collect
 from toolkit.data.rows import Chat, Sample, from_json, sides
@@ -134,6 +134,9 @@ def prepare(
     try:
         path = build_sealed(root / name, lambda folder: _build(recipe, chunker, task, audited, held_out, folder))
         audit = auditing.Audit.model_validate_json((path / "audit.json").read_bytes())
+        for figures, files in zip(audit.sources, set_aside(train, held_out), strict=False):
+            figures.set_aside = files
+        audit.problems = list(find_problems(audit))
         if not data.streaming:
             statistics = _count(path, audit, recipe)
             record(recipe, statistics, root)
@@ -268,9 +271,6 @@ def _build(
         used = tokens.usable(sides[figures.role][source[distinct[sides[figures.role]]] == number])
         figures.unused_fields = without_use(figures.unused_fields, str(chunker.encoder.tokenizer.chat_template))
         figures.used_rows, figures.repeats = len(used), len(used) / max(len(np.unique(used)), 1)
-    for number, reader in enumerate(train):
-        held = [path for each in held_out for path in each.local_files()]
-        sources[number].set_aside = [path.name for path in reader.set_aside() if path not in held]
     total = sum(figures.used_rows for figures in sources if figures.role == "train") or 1
     for figures in sources:
         figures.share = figures.used_rows / total

@@ -265,10 +265,8 @@ def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter:
         return None  # All are dropped, which is an error of the run.
     used *= min(1.0, (data.max_samples or used.sum()) / used.sum())
     # Rows are held out before others are repeated or left out.
-    apart = train if held_share else held_out
-    held, held_lengths, _, held_targets = _as_trained(
-        recipe, apart, [(held_share or 1.0) * side.rows for side in apart]
-    )
+    apart = [(side, held_share * side.rows) for side in train if held_share] + [(side, side.rows) for side in held_out]
+    held, held_lengths, _, held_targets = _as_trained(recipe, [side for side, _ in apart], [rows for _, rows in apart])
     held *= min(1.0, (data.eval_max_samples or np.inf) / max(held.sum(), 1))
     # Sequences in a row; where there are several, the longest of them stands for the target.
     count = recipe.answers

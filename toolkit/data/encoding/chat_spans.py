@@ -189,7 +189,8 @@ class Conversation:
             return last
         probe = [*self.messages[:i], self.messages[i] | {field: SENTINEL}, *self.messages[i + 1 :]]
         before, found, _ = render(self.tokenizer, probe, self.tools, self.settings).partition(SENTINEL)
-        return len(before) if found and self.text.startswith(before + written) else -1
+        at = self.text.find(written, len(before)) if found and self.text.startswith(before) else -1
+        return -1 if self.text[len(before) : at].strip() else at
 
     def loses_of_prompt(self) -> bool:
         """Whether the template leaves out a system message, or writes it only where a user speaks last (Mistral's), or

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from toolkit.common import UserError
@@ -27,6 +27,8 @@ class Content:
     Args:
         default: Whether what says nothing of it is trained.
         where: File and line, for errors.
+        ignored: Names of flags that are left out on purpose.
+        names: Those of flags.
 
     Attributes:
         text: All text parts, joined.
@@ -37,8 +39,10 @@ class Content:
         dropped: Keys of parts that nothing reads.
     """
 
-    def __init__(self, default: bool, where: str) -> None:
-        self.where, self.default = where, default
+    def __init__(
+        self, default: bool, where: str, ignored: Collection[str] = (), names: Collection[str] = FLAGS
+    ) -> None:
+        self.where, self.default, self.ignored, self.names = where, default, ignored, names
         self.text, self.parts = "", 0
         self.flags: list[tuple[int, int, bool]] = []
         self.calls: list[Any] = []
@@ -71,14 +75,15 @@ class Content:
         if kind in ("text", "input_text", "output_text", "refusal") and isinstance(value, str):
             start, self.parts = len(self.text), self.parts + 1
             self.text += value
-            if (flag := take_flag(dict(part), self.where)) is not None:
+            read = {key: each for key, each in part.items() if key not in self.ignored}
+            if (flag := take_flag(read, self.where, self.names)) is not None:
                 self.flags.append((start, len(self.text), flag))
-            self.dropped += further(part, ("type", name, *FLAGS), "content")
+            self.dropped += further(part, ("type", name, *self.names), "content")
         elif kind in ("reasoning", "thinking") and isinstance(value, str):
             self.reasoning.append(part | {"type": "text"})
         elif kind in ("tool_call", "function_call", "tool_use"):
             calls = parsed(part.get("value", part))
-            flags = {key: each for key, each in part.items() if key.lower() in FLAGS}
+            flags = flags_of(part, self.names)
             self.calls += [
                 flags | each if isinstance(each, dict) else each
                 for each in map(parsed, calls if isinstance(calls, list) else [calls])
@@ -95,6 +100,11 @@ def refused_media(where: str, name: str) -> UserError:
     return UserError(
         f"{where} has `{name}`: pictures, sound or film, which this toolkit does not train on", "remove these rows"
     )
+
+
+def flags_of(holder: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """What an object holds under names of flags, whatever it says."""
+    return {key: value for key, value in holder.items() if key in names or key.lower() in names}
 
 
 def take_flag(holder: dict[str, Any], where: str, names: Collection[str] = FLAGS) -> bool | None:
@@ -119,7 +129,9 @@ def take_flag(holder: dict[str, Any], where: str, names: Collection[str] = FLAGS
             continue
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise UserError(
-                f"{where} has `{name}: {value!r}`", f"a message is trained or not: `{name}` is true or false, or 1 or 0"
+                f"{where} has `{name}: {value!r}`",
+                f"what is said is trained or not: `{name}` is true or false, or 1 or 0; to train by the rest of the "
+                f"row, set 'data.ignore=[{name}]'",
             )
         flags.add(bool(value) != (name.lower() in _INVERTED))
     if len(flags) > 1:

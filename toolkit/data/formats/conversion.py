@@ -243,7 +243,8 @@ class RowFormat:
                     f"{where} has a `system` column and a system message", "keep one of the two, or rename the column"
                 )
             messages = [{"role": "system", "content": system}, *messages]
-        tools = read_tools(row.get("tools") or row.get("functions"), where)
+        called = "tools" if row.get("tools") else "functions"
+        tools = read_tools(row.get(called), where, called)
         return Chat(messages, tools, read_settings(row.get("chat_template_kwargs"), where))
 
 

@@ -14,7 +14,16 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.data.formats.columns import EMPTY, MEDIA, mapping_text, parsed
-from toolkit.data.formats.content import FLAGS, Content, Ranges, complement, further, refused_media, take_flag
+from toolkit.data.formats.content import (
+    FLAGS,
+    Content,
+    Ranges,
+    complement,
+    flags_of,
+    further,
+    refused_media,
+    take_flag,
+)
 from toolkit.data.formats.message_forms import as_messages
 
 ROLES = {
@@ -155,7 +164,16 @@ def without_use(fields: Iterable[str], template: str) -> list[str]:
     ]
 
 
-def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+def are_tools(value: Any) -> bool:
+    """Whether a value is a list of definitions of functions, also as JSON, and nothing else that is called so."""
+    tools = parsed(value)
+    return isinstance(tools, list) and all(
+        isinstance(tool, dict) and (isinstance(tool.get("function"), dict) or isinstance(tool.get("name"), str))
+        for tool in map(parsed, tools)
+    )
+
+
+def read_tools(value: Any, where: str, column: str = "tools") -> list[dict[str, Any]] | None:
     """Tool definitions in OpenAI's form, or None if there are none; a bare function is put into it.
 
     Raises:
@@ -166,7 +184,7 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
         return None
     tools = [parsed(tool) for tool in (value if isinstance(value, list) else [value])]
     if not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{where}: `tools` is not a list of tool definitions", "write JSON schema objects")
+        raise UserError(f"{where}: `{column}` is not a list of tool definitions", "write JSON schema objects")
     return [_tool(tool) for tool in tools]
 
 
@@ -217,11 +235,11 @@ def _message(
     if len(given) > 1:
         raise UserError(f"{where} has its text twice (content, value, text or refusal)", "keep one of them")
     default = flag if flag is not None else ROLES[role] in trained
-    content = Content(default, where)
+    content = Content(default, where, ignored, flags)
     content.add(given[0] if given else message.pop("content", ""))
     calls = message.pop("tool_calls", None)
     if role in _CALLS:
-        calls, content.text = content.text, ""
+        calls, content.text, content.parts = content.text, "", 0
     if (legacy := message.pop("function_call", None)) is not None:
         calls = [legacy]
     calls = parsed(calls) or []
@@ -229,21 +247,21 @@ def _message(
     result: Message = {"role": ROLES[role], "content": content.text}
     dropped = dict.fromkeys(content.dropped)
     if calls:
-        result["tool_calls"] = [_tool_call(call, where, dropped) for call in calls]
+        result["tool_calls"] = [_tool_call(call, where, dropped, flags) for call in calls]
     thoughts = [message.pop(name) for name in REASONING if message.get(name)]
     if thoughts := [thought for thought in (content.reasoning, *thoughts) if thought]:
         message.pop("reasoning_details", None)  # OpenRouter's, which say the same in parts.
     if any(thought != thoughts[0] for thought in thoughts):
         raise UserError(f"{where} says twice what the model thinks", f"keep one of {', '.join(REASONING)}")
-    reasoning = Content(default, where)
+    reasoning = Content(default, where, ignored, flags)
     reasoning.add(thoughts[0] if thoughts else "")
     if reasoning.text:
         result["reasoning_content"] = reasoning.text
-    flagged = content.flags or reasoning.flags
+    of_calls = [_call_flag(call, f"{where} (`tool_calls[{n}]`)", ignored, flags) for n, call in enumerate(calls)]
+    flagged = content.flags or reasoning.flags or any(each is not None for each in of_calls)
     untrained = {"content": content.untrained(), "reasoning_content": reasoning.untrained()} if flagged else {}
     if (details := message.pop("train_detail", None)) is not None:
         untrained["content"] = _outside(details, len(content.text), where)
-    of_calls = [_call_flag(call, where) for call in calls]
     parts = [part for _, _, part in (*content.flags, *reasoning.flags)] + [
         each for each in of_calls if each is not None
     ]
@@ -296,15 +314,14 @@ def _outside(details: Any, length: int, where: str) -> Ranges:
     return complement(sorted(trained), length)
 
 
-def _call_flag(call: Any, where: str) -> bool | None:
+def _call_flag(call: Any, where: str, ignored: Collection[str], flags: Collection[str]) -> bool | None:
     """Whether a tool call is trained, if it says so."""
     call = parsed(call)
-    return (
-        take_flag({key: call[key] for key in call if key.lower() in FLAGS}, where) if isinstance(call, dict) else None
-    )
+    given = flags_of(call, flags) if isinstance(call, dict) else {}
+    return take_flag({key: value for key, value in given.items() if key not in ignored}, where, flags)
 
 
-def _tool_call(call: Any, where: str, dropped: dict[str, None]) -> dict[str, Any]:
+def _tool_call(call: Any, where: str, dropped: dict[str, None], flags: Collection[str]) -> dict[str, Any]:
     """OpenAI's form with arguments as an object, which is what chat templates print; notes what is dropped."""
     call = parsed(call)
     function = call.get("function", call) if isinstance(call, dict) else None
@@ -318,7 +335,7 @@ def _tool_call(call: Any, where: str, dropped: dict[str, None]) -> dict[str, Any
         )
     outer = {key: value for key, value in call.items() if key == "id"}
     inner = ("name", given) if "function" in call else ("name", given, "id", "type")
-    dropped |= dict.fromkeys(further(function, inner if "function" in call else (*inner, *FLAGS), "tool_calls"))
+    dropped |= dict.fromkeys(further(function, inner if "function" in call else (*inner, *flags), "tool_calls"))
     if "function" in call:
-        dropped |= dict.fromkeys(further(call, ("id", "type", "function", *FLAGS), "tool_calls"))
+        dropped |= dict.fromkeys(further(call, ("id", "type", "function", *flags), "tool_calls"))
     return outer | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}

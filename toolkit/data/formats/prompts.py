@@ -17,6 +17,7 @@ from toolkit.data.formats.columns import EMPTY, MEDIA, listed, mapping_text, par
 from toolkit.data.formats.messages import (
     FLAGS,
     are_messages,
+    are_tools,
     conversation_in,
     holds_messages,
     read_messages,
@@ -131,6 +132,8 @@ class PromptFormat:
         else:
             messages = [{"role": "user", "content": value}]
         beside = {name: raw.get(name) for name in ("system", *OF_CHATS) if name not in self.ignored}
+        if not are_tools(beside.get("functions")):
+            beside.pop("functions", None)  # A reward may read code from it.
         system = beside["system"] if beside.get("system") else self.system
         if not (is_chat or self.has_chat_template):
             if given := [name for name in OF_CHATS if parsed(beside.get(name)) not in EMPTY]:
@@ -141,7 +144,8 @@ class PromptFormat:
             return Completion(f"{system}\n\n{value}" if system else value, "")
         if system and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": str(system)}, *messages]
-        tools = read_tools(beside.get("tools") or beside.get("functions"), where)
+        called = "tools" if beside.get("tools") else "functions"
+        tools = read_tools(beside.get(called), where, called)
         return Chat(messages, tools, read_settings(beside.get("chat_template_kwargs"), where))
 
 

@@ -35,6 +35,8 @@ KINDS = {
     ".txt": "text",
     ".md": "text",
 }
+TYPED = ("parquet", "arrow")
+"""Kinds of files that say the types of their columns."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 ACCEPTED = f"{' '.join(KINDS)}, also with {' '.join(COMPRESSIONS)} behind (except .parquet and .arrow)"
 _SIGNATURES = {
@@ -341,7 +343,7 @@ def _as_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[dict[str, A
 
 def class_names(path: Path, column: str) -> list[str]:
     """What the numbers of a column stand for, by the features that `datasets` wrote into a file; empty otherwise."""
-    if kind(path) not in ("parquet", "arrow"):
+    if kind(path) not in TYPED:
         return []
     with pa.OSFile(str(path)) as file:
         schema = pq.ParquetFile(file).schema_arrow if kind(path) == "parquet" else _arrow(file).schema

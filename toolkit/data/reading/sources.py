@@ -26,7 +26,7 @@ import xxhash
 from toolkit.common import UserError, first_line
 from toolkit.data.reading import hub, readers, remote
 from toolkit.data.reading.readers import RawRow
-from toolkit.data.reading.splits import is_of, is_part, is_split_alone, split_of
+from toolkit.data.reading.splits import is_of, is_only_split, of_split, split_of
 from toolkit.files import below
 from toolkit.recipe.data import Source
 
@@ -126,6 +126,12 @@ def open_sources(sources: list[Source], streaming: bool, max_samples: int | None
     return [open_source(source, streaming) for source in sources]
 
 
+def set_aside(train: list[Reader], held_out: list[Reader]) -> list[list[str]]:
+    """Names of the files that each source for training sets aside and no source reads."""
+    read = {path.resolve() for reader in train + held_out for path in reader.local_files()}
+    return [[path.name for path in reader.set_aside() if path.resolve() not in read] for reader in train]
+
+
 class _Local(Reader):
     def __init__(self, source: Source, streaming: bool, paths: list[Path]) -> None:
         super().__init__(source, streaming)
@@ -135,13 +141,16 @@ class _Local(Reader):
         return self.paths
 
     def set_aside(self) -> list[Path]:
-        if self.source.split != "train" or any(split_of(path.name) for path in self.paths):
+        root = _root(self.source.path)
+        if self.source.split != "train" or any(split_of(str(path.relative_to(root))) for path in self.paths):
             return []
         found: list[Path] = []
         for split in ("validation", "test"):
             with suppress(UserError):
                 found += _local_files(self.source.model_copy(update={"split": split})) or []
-        return [path for path in found if split_of(path.name) and not is_split_alone(path.name)]
+        names = [path.name for path in self.paths]
+        by_words = (path for path in found if not is_only_split(path.name, names))
+        return [path for path in by_words if split_of(str(path.parent.relative_to(root))) is None]
 
     def fingerprint(self) -> str:
         digest = xxhash.xxh3_128()
@@ -178,6 +187,8 @@ class _Remote(Reader):
         self.files = [files[path] for path in chosen]
 
     def class_names(self, column: str) -> list[str]:
+        if readers.kind(Path(self.files[0].name)) not in readers.TYPED:
+            return []
         return readers.class_names(self.files[0].fetch(), column)  # Rows are read from this copy first.
 
     def fingerprint(self) -> str:
@@ -275,10 +286,9 @@ def _local_files(source: Source) -> list[Path] | None:
     if path.is_file():
         return _one_file(source, path)
     if path.is_dir():
-        candidates, root = [*below(path)], path
+        candidates = [*below(path)]
     elif glob.has_magic(source.path):
         candidates = [Path(p) for p in glob.glob(str(path), recursive=True)]
-        root = Path(os.path.dirname(re.split(r"[*?[]", str(path), maxsplit=1)[0]))
     elif _names_hub_data(source, path):
         return None
     else:
@@ -286,7 +296,14 @@ def _local_files(source: Source) -> list[Path] | None:
     broken = next((p for p in candidates if _leads_nowhere(p) and _may_be_data(p)), None)
     if broken is not None:
         raise _missing(source, broken)
-    return _of_many(source, [p for p in candidates if p.is_file()], root)
+    return _of_many(source, [p for p in candidates if p.is_file()], _root(source.path))
+
+
+def _root(path: str) -> Path:
+    """The folder of a local source, or that in which its pattern begins: names below it say splits."""
+    if Path(path).is_dir():
+        return Path(path)
+    return Path(os.path.dirname(re.split(r"[*?[]", str(Path(path)), maxsplit=1)[0]))
 
 
 def _may_be_data(path: Path) -> bool:
@@ -315,7 +332,7 @@ def _of_many(source: Source, candidates: list[Path], root: Path) -> list[Path]:
         change = readers.change_of(sorted(path.name for path in candidates))
         raise UserError(f"no data files at `{source.path}`", change)
     files = [p for p in files if readers.kind(p) != "text"] or files
-    files = _of_split(source, files, root)
+    files = of_split(source, files, root)
     if not glob.has_magic(source.path):  # A pattern may ask for some of them.
         _check_shards(source, files)
     return files
@@ -344,31 +361,6 @@ def _check_shards(source: Source, files: list[Path]) -> None:
                 f"`{begin}N-of-{count}{end}`; the first that it lacks has the number {lacking[0]}",
                 f"fetch or write the rest; to train on these alone name them with a pattern: {folder / f'*{end}'}",
             )
-
-
-def _of_split(source: Source, files: list[Path], root: Path) -> list[Path]:
-    if re.search(r"[\[+]", source.split):
-        raise UserError(
-            f"`split: {source.split}` is a slice, which only hub data sets have",
-            "name the split alone, and limit its rows with `max_samples` of the source",
-        )
-    splits: dict[str, list[Path]] = {}
-    for path in files:
-        splits.setdefault(split_of(str(path.relative_to(root))) or "train", []).append(path)
-    part = is_part(source.split)
-    if part and (chosen := [path for path in files if is_of(str(path.relative_to(root)), source.split)]):
-        return chosen
-    split = source.split if part else split_of(source.split) or source.split
-    if split == "train" and len(splits) == 1:
-        return next(iter(splits.values()))
-    if split not in splits:
-        listing = "; ".join(f"`{name}`: {', '.join(p.name for p in files[:3])}" for name, files in splits.items())
-        raise UserError(
-            f"data source `{source.path}` has no split `{source.split}`; it has {listing}",
-            f"set `split` of the source or `data.eval_split` to one of {', '.join(splits)}, "
-            "or hold a fraction out with `data.eval_split: 0.05`",
-        )
-    return splits[split]
 
 
 def _names_hub_data(source: Source, path: Path) -> bool:
