@@ -158,8 +158,8 @@ class ClassTrainer(HeadTrainer):
         found = flat.detach().argmax(-1)
         told = ((wanted, kept & (found == wanted)), (found, kept), (wanted, kept))
         counts = torch.stack([_counted(places, each, outputs) for places, each in told], 1)
-        # Row by row what each class was taken for, of which nothing is said in training. DeepSpeed's engine does not know
-        # whether its module is evaluated.
+        # Row by row what each class was taken for, of which nothing is said in training. DeepSpeed's engine does not
+        # know whether its module is evaluated.
         confuses = outputs <= MOST_CONFUSED and not self.model.training
         confusion = [_counted(wanted * outputs + found, kept, outputs**2)] if confuses else []
         head = torch.stack([losses.detach().sum(), kept.sum().double()])
