@@ -320,7 +320,7 @@ class Callbacks:
         reference = Reference(session) if session.recipe.refers else None
         for each in (
             self.completion,
-            Comparable(session) if self.evaluator else None,
+            Comparable(session, self.evaluator.rows) if self.evaluator else None,
             TellLate(session.trainer),
             EndOfReading(),
             Verify(session),
