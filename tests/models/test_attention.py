@@ -28,7 +28,7 @@ from transformers.integrations import sdpa_attention
 from toolkit.common import UserError
 from toolkit.data.batching.collate import Collator
 from toolkit.distributed.engines import dtypes
-from toolkit.models import device
+from toolkit.models import device, own_attention
 from toolkit.models.attention import attention_kernels, backends, varlen
 from toolkit.models.attention.document_attention import document_attention
 from toolkit.models.load import ModelSource
@@ -225,6 +225,23 @@ def test_processes_share_rows_by_whichever_kernel_can(config: dict[str, Any]) ->
     assert taken == ("torch_varlen" if config is LLAMA else "flash_attention_3")
     with pytest.raises(UserError, match=r"parallel\.context needs attention that takes the boundaries"):
         backends.resolve("auto", GEMMA2, "bfloat16", {**there, "flash_attention_3": "no"}, shares_by="parallel.context")
+
+
+def test_a_run_tells_its_plan_of_the_package_that_shares_rows() -> None:
+    """What is installed is not known to others, which say so."""
+    recipe = load_checked("small", ["model.path=gemma", "parallel.context=2", "precision=bf16"]).recipe
+    asked = (GEMMA2, "bfloat16", "cuda", "9.0", "parallel.context")
+    there = {**backends.on_device("cuda", "9.0", "bfloat16"), "flash_attention_3": "ok"}
+    taken, told = own_attention.resolve(ModelSource.open(recipe), "bfloat16", there)
+    assert told and taken == "flash_attention_3" == backends.planned(taken, *asked)
+    with pytest.raises(UserError) as refused:
+        backends.planned("auto", *asked)
+    assert "installed there of flash_attention_2, flash_attention_3" in refused.value.change
+    with pytest.raises(UserError) as refused:
+        backends.planned("auto", GEMMA2, "bfloat16", "cpu", None, "parallel.context")
+    assert refused.value.change == "remove parallel.context"
+    llama = load_checked("small", ["parallel.context=2", "precision=bf16"]).recipe
+    assert own_attention.resolve(ModelSource.open(llama), "bfloat16", there) == ("torch_varlen", False)
 
 
 @pytest.mark.parametrize("alibi", [True, False])

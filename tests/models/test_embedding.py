@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from toolkit.common import UserError
 from toolkit.models.load import ModelSource
 from toolkit.models.losses.embedding import losses_and_gradient, pooled, ranks
-from toolkit.models.sentence_files import pooling_of
+from toolkit.models.sentence_files import check_base, pooling_of
 from toolkit.recipe import Recipe
 from toolkit.recipe.embedding import Embedding
 
@@ -185,24 +185,27 @@ def test_what_a_base_does_beyond_pooling_is_said(tmp_path: Path, caplog: pytest.
         (tmp_path / "bert" / "modules.json").write_text(json.dumps(modules))
         (tmp_path / "bert" / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
 
-    def pooling(**settings: Any) -> str:
+    def check(**settings: Any) -> None:
         caplog.clear()
         keys = {"model": {"path": str(tmp_path / "bert")}, "data": {"sources": ["x"]}, "objective": "embedding"}
-        return ModelSource.open(Recipe.model_validate(keys | {"embedding": settings})).pooling
+        source = ModelSource.open(Recipe.model_validate(keys | {"embedding": settings}))
+        check_base(source.recipe, source.file)
 
     base("Transformer", "Pooling", "Normalize", query="", document="")
-    assert pooling() == "mean" and not caplog.messages
+    check()
+    assert not caplog.messages
 
     base("Transformer", "Pooling", "Dense", "Normalize")
     with pytest.raises(UserError, match="has Dense, which is neither read nor trained") as caught:
-        pooling()
+        check()
     assert "embedding.pooling" in str(caught.value)
-    assert pooling(pooling="mean") == "mean" and "Dense" in caplog.text
+    check(pooling="mean")
+    assert "Dense" in caplog.text
 
     base("Transformer", "Pooling", query="find: ", document="text: ", sts="like: ")
-    assert pooling() == "mean"
+    check()
     assert all(word in caplog.text for word in ("'find: '", "'text: '", "'like: '", "embedding.query_prompt"))
-    pooling(query_prompt="find: ")
+    check(query_prompt="find: ")
     assert "'text: '" in caplog.text and "'find: '" not in caplog.text
-    pooling(query_prompt="find: ", document_prompt="text: ")
+    check(query_prompt="find: ", document_prompt="text: ")
     assert not caplog.messages

@@ -94,12 +94,15 @@ def test_figures_that_cannot_be_kept_are_not_measured(tmp_path: Path, monkeypatc
 
 def test_several_processes_add_what_passes_between_them(stored: Path, ranks: Ranks, tmp_path: Path) -> None:
     before = yaml.safe_load(stored.read_text())
+    earlier = before | {"figures_version": 0, "network": [9e9, 8e9, 9e9]}
+    stored.write_text(yaml.safe_dump(earlier))
     (tmp_path / "launched.py").write_text(LAUNCHED)
     done = ranks.run(tmp_path, processes=2, entry="launched", TOOLKIT_CACHE=str(stored.parent.parent))
     assert done.returncode == 0, done.stderr
     after = load(stored)
     assert after.processes == 2 and after.link is not None and after.link[0] > 1e6
     assert after.layers["fp32"].matmul == before["layers"]["fp32"]["matmul"]
+    assert after.figures_version and after.network is None, "an earlier version's is not kept as one of this"
     assert "all-reduce of 2" in done.stdout
 
 

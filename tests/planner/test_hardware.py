@@ -21,7 +21,7 @@ from harness import leave_unmeasured
 from toolkit.common import UserError
 from toolkit.distributed.layout import World
 from toolkit.planner.hardware import Hardware, between, driver_version, find, once_measured, this_machine, visible_gpus
-from toolkit.planner.hardware.calibration import LAYERS_VERSION, Calibration, busy, path_of
+from toolkit.planner.hardware.calibration import FIGURES_VERSION, LAYERS_VERSION, Calibration, busy, path_of
 from toolkit.planner.hardware.catalogue import shipped
 from toolkit.planner.hardware.detect import amd, cpu, detect, ram
 from toolkit.planner.speed.communication import link_rate
@@ -530,8 +530,9 @@ def test_amds_gpus_are_found_in_sysfs(tmp_path: Path) -> None:
 
 def store(device: str, **figures: object) -> None:
     file = path_of(find(device).device)
-    file.parent.mkdir(parents=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     facts = {"device": device, "title": "as reported", "processes": 1, "date": "2026-01-01", "versions": {}}
+    facts["figures_version"] = FIGURES_VERSION
     file.write_text(yaml.safe_dump({**facts, **figures}), encoding="utf-8")
 
 
@@ -559,6 +560,24 @@ def test_measured_figures_replace_estimates(tmp_path: Path, monkeypatch: pytest.
     # What was not measured stays an estimate; other devices do too.
     assert rates.pcie == before.device.efficiency.pcie
     assert not find("h100").device.efficiency.matmul.measured
+
+
+def test_figures_that_earlier_versions_counted_otherwise_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    before = find("a100x8x2")
+    stored = {"matmul": {"bf16": [234e12, 218e12, 249e12]}, "link": [240e9, 200e9, 250e9], "processes": 8}
+    store("a100", **stored, attention={"bf16": [156e12, 125e12, 172e12]}, network=[9e9, 8e9, 9e9], figures_version=0)
+    after = find("a100x8x2")
+    old, rates = before.device.efficiency, after.device.efficiency
+    assert rates.matmul.measured and rates.link.value == pytest.approx(0.8)
+    assert (rates.attention, rates.network, after.node.network) == (old.attention, old.network, before.node.network)
+    find("a100")
+    (said,) = caplog.messages
+    assert "a100.yaml: attention and network, as" in said and "calibrate again" in said
+    store("h100", **stored, figures_version=0)
+    assert find("h100").device.efficiency.matmul.measured and len(caplog.messages) == 1
 
 
 def test_what_passes_the_peak_of_another_figure_is_taken_as_measured(

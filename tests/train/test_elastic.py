@@ -86,6 +86,8 @@ def continued(ranks: Ranks, home: Path, before: str, after: str, *overrides: str
     label = "-".join((*before.split("@"), *(each.rpartition("=")[2] for each in overrides)))
     straight = run(ranks, home, label, before, *overrides)
     copy = interrupted(straight, f"{label}-{after.replace('@', '-')}")
+    # By this `drawn_from` finds the GPU of each process.
+    assert read_seal(copy / "checkpoints" / "checkpoint-3")["local_world_size"] == int(before.partition("@")[2])
     rest = [row for row in metrics(copy) if row["step"] <= 3]
     run(ranks, home, copy.name, after, *overrides)
     assert before == after or "its state is divided anew" in (copy / "said.txt").read_text(encoding="utf-8")
@@ -332,6 +334,8 @@ def test_of_divided_layers_one_chunk_is_in_memory_at_a_time() -> None:
 def test_random_numbers_go_on_from_the_gpu_that_the_process_which_saved_them_computed_on() -> None:
     """Not from the one whose number this process has: nothing was drawn there."""
     devices = [torch.tensor([number]) for number in range(4)]
-    assert [drawn_from(devices, saver).item() for saver in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]  # On two nodes.
-    assert drawn_from(devices[:1], 3).item() == 0  # Each process sees its own.
-    assert drawn_from(devices[2], 5).item() == 2  # One process saves that of its own alone.
+    # On two nodes: with a process for each GPU, and where two GPUs have none.
+    for local, wanted in ((4, [0, 1, 2, 3, 0, 1, 2, 3]), (None, [0, 1, 2, 3, 0, 1, 2, 3]), (2, [0, 1, 0, 1])):
+        assert [drawn_from(devices, saver, local).item() for saver in range(len(wanted))] == wanted
+    assert drawn_from(devices[:1], 3, 4).item() == 0  # Each process sees its own.
+    assert drawn_from(devices[2], 5, 8).item() == 2  # One process saves that of its own alone.

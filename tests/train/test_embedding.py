@@ -247,12 +247,35 @@ def test_a_run_that_goes_on_takes_the_steps_of_one_that_was_not_stopped(method: 
     saving = [*method, "schedule.max_steps=4", "checkpoint.save_steps=2", "checkpoint.rehearse=false"]
     run = trained(f"straight-{len(method)}", *saving)
     wanted = losses(run)
+    _interrupt(run)
+    trained(run.name, *saving)
+    assert losses(run) == pytest.approx(wanted, rel=1e-6)
+
+
+def _interrupt(run: Path) -> None:
+    """As if it had ended after its second step of four."""
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps(manifest | {"status": "interrupted", "final": None}))
     shutil.rmtree(run / "final")
     shutil.rmtree(run / "checkpoints" / "checkpoint-4")
-    trained(run.name, *saving)
-    assert losses(run) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_only_runs_that_begin_are_refused_for_what_their_base_does_beyond_pooling(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Runs from before it was looked at are continued and merged, and what is merged is not warned of again."""
+    shutil.copytree("bert", "base")
+    begun = [*LORA, "model.path=base", "checkpoint.save_steps=2", "checkpoint.rehearse=false"]
+    run = trained("begun", *begun)
+    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling", "Dense")]
+    Path("base/modules.json").write_text(json.dumps(modules))
+    Path("base/config_sentence_transformers.json").write_text('{"prompts": {"query": "find: "}}')
+    _interrupt(run)
+    trained("begun", *begun)
+    assert "logits equal" in merge([run], run / "merged")
+    assert "find: " not in caplog.text + capsys.readouterr().err
+    assert main(["recipe=small", "output.name=anew", *begun, "data.sources=[nowhere.jsonl]"]) == 1
+    assert "has Dense, which is neither read nor trained" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["roberta", "distilbert", "modernbert"])

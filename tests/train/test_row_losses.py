@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 from harness import metrics
 from small import place_with, set_up, trained
+from transformers import TrainerState
 
+from toolkit.distributed.layout import World
 from toolkit.recipe.rules import load_checked
 from toolkit.report.load import read_run
 from toolkit.train import callbacks
@@ -93,6 +96,21 @@ def test_rows_are_the_same_where_they_are_measured_alike() -> None:
     rows = set_up("data.eval_split=0.2").trainer.eval_dataset
     first, drawn, other = (row_losses.measured(recipe, rows) for recipe in recipes)
     assert first == drawn != other
+
+
+def test_only_the_first_process_hashes_rows_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it where its own run goes on."""
+    training = set_up("data.eval_split=0.2")
+    asked: list[int] = []
+    monkeypatch.setattr(row_losses, "measured", lambda *args: asked.append(rank) or "these")
+    for rank in (1, 0):
+        session = dataclasses.replace(training, world=World(rank=rank, world_size=2))
+        rows, state = row_losses.RowLosses(session), TrainerState()
+        row_losses.Comparable(session, rows).on_train_begin(None, state, None)
+    rows.keep(0, [[1.0] * 8, [1.0] * 8])
+    assert asked == [0] and kept(training.folder.path)["measured"] == "these"
+    row_losses.Comparable(session, row_losses.RowLosses(session)).on_train_begin(None, state, None)
+    assert asked == [0]
 
 
 def test_a_damaged_file_is_set_aside() -> None:

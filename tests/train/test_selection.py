@@ -312,13 +312,13 @@ def test_evaluations_on_other_held_out_rows_do_not_count(ranks: Ranks, home: Pat
     same = run(ranks, home, "same-rows", BEST, f"checkpoint.resume={begun}", stops)
     assert published(same)["step"] == 2 and not (same / "metrics.jsonl").exists(), "on the same rows they count"
     settings = [BEST, stops, "data.eval_seed=1"]
-    other = run(ranks, home, "other-rows", *settings, f"checkpoint.resume={begun}")
+    other = run(ranks, home, "other-rows", *settings, f"checkpoint.resume={begun}", engine="ddp")
     said = " ".join((other / "said.txt").read_text(encoding="utf-8").split())
     assert "the evaluations up to step 4 are of other held-out rows" in said
     assert published(other)["step"] in (5, 6) and "best of 2 evaluations" in published(other)["what"]
     assert len(losses(other)) == 2 and not (other / "snapshots" / "step-2").exists()
     shutil.rmtree(other / "final")
-    again = run(ranks, home, "other-rows", *settings)
+    again = run(ranks, home, "other-rows", *settings, engine="ddp")
     assert published(again) == published(other) and "other held-out rows" not in (again / "said.txt").read_text()
 
 

@@ -17,6 +17,7 @@ from harness import losses, metrics
 from ranks import Ranks
 
 from toolkit.common import in_background
+from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
 from toolkit.seal import fault, read_seal
 from toolkit.train.checkpoints import sealing
@@ -198,7 +199,7 @@ def test_what_a_disk_does_not_give_back_yet_is_in_no_saves_way(tmp_path: Path, m
     (note := aside(tmp_path) / "checkpoint-2.json").write_text('{"step": 2}', encoding="utf-8")
     monkeypatch.setattr(shutil, "rmtree", lambda place, ignore_errors: None)
     loaded: Any = None
-    Saves(tmp_path, loaded, 1, {})._clear()
+    Saves(tmp_path, loaded, World(), {})._clear()
     assert left.exists() and not note.exists()
 
 
@@ -210,7 +211,7 @@ def test_a_fast_folder_that_cannot_be_cleared_does_not_undo_a_checkpoint(
 
     fast: Any = SimpleNamespace(place=tmp_path, send=lambda values: None, clear=clear)
     loaded: Any = SimpleNamespace(recipe=RECIPE)
-    saves = Saves(tmp_path / "run" / "checkpoints", loaded, 1, {}, fast)
+    saves = Saves(tmp_path / "run" / "checkpoints", loaded, World(), {}, fast)
     (aside(saves.folder) / "checkpoint-3").mkdir(parents=True)
     saves._behind = in_background(lambda: saves._complete({"step": 3}, leads=True))
     assert saves.settled() is None and not fault(saves.folder / "checkpoint-3")

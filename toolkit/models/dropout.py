@@ -3,9 +3,9 @@
 torch draws the numbers of a CPU's dropout one after the other, on one core, and Inductor one by one in scalars: at
 `lora_dropout: 0.05` LoRA on SmolLM2-135M took 1.5 times as long as without dropout, and compiled twice as long (two
 cores of an AMD EPYC). A hash is worked out for many elements at once, by all cores, and a compiler fuses it with what
-stands around it. Of 20 million elements as many are dropped as chance
-allows; which elements are dropped depends on torch's generator, as before, so that
-a run that is resumed or computes a layer again drops the same.
+stands around it. Over 20 million elements the share that is dropped differs from `p` by no more than chance explains;
+which elements are dropped depends on torch's generator, as before, so that a run that is resumed or computes a layer
+again drops the same.
 """
 
 from __future__ import annotations

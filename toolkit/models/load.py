@@ -43,7 +43,7 @@ from toolkit.models.heads import auto_class, called, forget_drawn, pin, with_lab
 from toolkit.models.low_bit_files import finish_restoring, restoring, take_form
 from toolkit.models.quantization import experts
 from toolkit.models.reading import read, read_model, require_weights
-from toolkit.models.sentence_files import POOLING, check_base, pooling_of
+from toolkit.models.sentence_files import POOLING, pooling_of
 from toolkit.models.tokenizer_limits import check_growth
 from toolkit.recipe import Recipe
 from toolkit.recipe.heads import OF_TEXTS, REWARD
@@ -195,7 +195,6 @@ class ModelSource:
     @functools.cached_property
     def pooling(self) -> str:
         """How outputs of tokens become a text's vector, see `sentence_files.pooling_of`."""
-        check_base(self.recipe, self.file)
         return pooling_of(self.recipe, self.config, self.file(POOLING))
 
     def weight_files(self) -> list[Path]:

@@ -22,7 +22,8 @@ def resolve(
     source: ModelSource, compute: str, kernels: Mapping[str, str], teacher: ModelSource | None = None
 ) -> tuple[str, bool]:
     """The backend that will run, see `backends.resolve`; of those that `auto` may take, one that the model's own code
-    computes right, and its teacher's. And whether such code refused another, which its config does not say.
+    computes right, and its teacher's. And whether a plan has to be told: where such code refused another, which its
+    config does not say, and of a package, which may not be where plans are for.
 
     Args:
         compute: Name of the compute dtype, e.g. `bfloat16`.
@@ -43,7 +44,7 @@ def resolve(
         )
         why = next(filter(None, (_refusal(each, backend) for each in asked)), "")
         if not why:
-            return backend, refused
+            return backend, refused or backend not in backends.on_device(device.kind(), device.capability(), compute)
         _log.debug("attention %s: %s", backend, why)
         kernels, refused = {**kernels, backend: why}, True
 

@@ -33,7 +33,8 @@ _MODULES = (
 
 
 def check_base(recipe: Recipe, find: Callable[[str], Path | None]) -> None:
-    """Says what a sentence-transformers model does with texts and vectors beyond what is trained and saved here.
+    """Says what a sentence-transformers model does with texts and vectors beyond what is trained and saved here. For
+    runs that begin: what has been trained on such a base is continued, merged and exported as it began.
 
     Args:
         find: A file of the model by its name, where it has one.

@@ -25,6 +25,7 @@ from toolkit.models import compiled_layers, device, own_attention
 from toolkit.models.attention import attention_kernels
 from toolkit.models.load import ModelSource
 from toolkit.models.parallel.parts import require_plans
+from toolkit.models.sentence_files import check_base
 from toolkit.models.teacher import check_vocabulary, open_teacher
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.notes import SLOWER
@@ -65,6 +66,8 @@ def decide(
     layout, types = batch_layout(recipe, world.world_size), dtypes(recipe)
 
     source.require_weights()
+    if recipe.embeds and not folder.resume_from:
+        check_base(recipe, source.file)
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
     require_plans(source.config, layout.expert)
     teacher = open_teacher(recipe)

@@ -184,7 +184,7 @@ def _trainer(decided: Decided, arguments: TrainingArguments, trained: TrainedMod
     if layout.sharing > 1:
         score_parts(trainer, recipe.parallel.shares_by)
     model = checkpoint.trained(trainer.model)
-    trainer.saves = Saves(folder.checkpoints, decided.loaded, world.world_size, model, decided.fast)
+    trainer.saves = Saves(folder.checkpoints, decided.loaded, world, model, decided.fast)
     for parameter, value in masters:
         parameter.data = value.to(parameter.device)
     # Compiled layers make their copies themselves, in one kernel with what reads them where they can.
@@ -320,7 +320,7 @@ class Callbacks:
         reference = Reference(session) if session.recipe.refers else None
         for each in (
             self.completion,
-            Comparable(session) if self.evaluator else None,
+            Comparable(session, self.evaluator.rows) if self.evaluator else None,
             TellLate(session.trainer),
             EndOfReading(),
             Verify(session),

@@ -104,7 +104,7 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
                 f"{count_text(len(source.set_aside), f'file of {source.path} is', f'files of {source.path} are')} not "
                 f"trained on, because of a word in the name that means held-out rows (test, eval, dev …): {names}",
                 "rename them if they hold training rows, or name each file in `data.sources`; or use them: "
-                "data.eval_split=test or validation",
+                "data.eval_split=test, or data.eval_split=validation",
             )
         for name, rows in source.worse.items():
             yield Problem(

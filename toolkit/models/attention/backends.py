@@ -85,7 +85,8 @@ def resolve(
         requested: `model.attention` of the recipe.
         config: The model's config as a dictionary; may be empty.
         compute: Name of the compute dtype, e.g. `bfloat16`.
-        available: Every backend with `ok`, or why it does not run, see `attention_kernels.available`.
+        available: Every backend with `ok`, or why it does not run, see `attention_kernels.available`. Of those that are
+            left out it is not known.
         shares_by: The key of the recipe by which processes share rows; empty if they do not.
         headed: Whether the model has a head for texts or words, or gives vectors. Of encoders their rows are padded.
         teacher: Backends by which its teacher cannot attend, see `unfit_to_teach`: `auto` takes none of them.
@@ -106,10 +107,12 @@ def resolve(
         reasons |= dict.fromkeys(padded, "its rows come end to end, and this head reads them padded")
     usable = [name for name, reason in reasons.items() if reason == "ok"]
     if shares_by and not usable:
+        packages = [name for name in VARLEN if name not in available and not unfit(name, config, compute)]
+        installed = f", or set model.attention to what is installed there of {', '.join(packages)}" if packages else ""
         raise UserError(
             f"{shares_by} needs attention that takes the boundaries of documents, which is none here: "
             + reasons["torch_varlen"],
-            f"remove {shares_by}",
+            f"remove {shares_by}{installed}",
         )
     if requested == "auto":
         tried = _tried(usable, config, compute)
@@ -170,11 +173,10 @@ def planned(
         UserError: If what the recipe asks for cannot run there, or computes something else.
     """
     there = on_device(kind, capability, compute)
-    if requested != "auto":
-        if kind == "cuda" and capability is None:
-            return requested
-        rocm = in_16_bits(compute) or "ok"
-        flash = {"cpu": "needs a GPU", "rocm": rocm}.get(kind, there["torch_varlen"])
+    if requested != "auto" and kind == "cuda" and capability is None:
+        return requested
+    flash = {"cpu": "needs a GPU", "rocm": in_16_bits(compute) or "ok"}.get(kind, there["torch_varlen"])
+    if requested != "auto" or flash != "ok":
         there |= {name: flash for name in VARLEN if name not in there}
     return resolve(requested, config, compute, there, shares_by, headed, teacher)
 

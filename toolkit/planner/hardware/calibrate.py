@@ -32,6 +32,7 @@ from toolkit.files import write_atomically
 from toolkit.models import device
 from toolkit.planner.hardware import layer
 from toolkit.planner.hardware.calibration import (
+    FIGURES_VERSION,
     LAYERS_VERSION,
     Calibration,
     busy,
@@ -112,6 +113,7 @@ def calibrate(seconds: float = 60.0) -> Path:
     if on_gpu and torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     measured |= {"device": hardware.device.name, "title": hardware.device.title, "versions": versions}
+    measured["figures_version"] = FIGURES_VERSION
     measured["date"] = datetime.date.today().isoformat()
     if os.environ.get("LOCAL_RANK", "0") == "0":  # Each node plans for itself.
         checked = Calibration.model_validate(measured).model_dump(exclude_none=True)

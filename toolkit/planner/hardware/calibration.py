@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import re
 import subprocess
@@ -37,6 +38,11 @@ LAYERS_VERSION = 2
 """Of what `layer` measures; figures of an earlier one are measured again. 2 has adapters that
 compute as in training, and wide layers, where 1 had PEFT's adapters and one large product alone; 0 measured all
 products alone, and had fp32 under bf16 layers."""
+FIGURES_VERSION = 1
+"""Of how other figures are counted. 0 counted the forward pass of attention 3.5 times, where plans divide 3 by what is
+measured, and in `network` what stays within a node."""
+_COUNTED_ANEW = ("attention", "network")
+"""Figures that mean something else since this version."""
 _UNMEASURED = "this CPU could not be measured, so times are estimates: %s"
 
 
@@ -89,6 +95,8 @@ class Calibration(Section):
     """Figures of a CPU, in place of products, attention, bandwidth and launches."""
     layers_version: int = 0
     """Which `LAYERS_VERSION` measured them."""
+    figures_version: int = 0
+    """Which `FIGURES_VERSION` counted the others."""
     busy: bool = False
     """Whether other programs ran meanwhile."""
     skipped: dict[str, str] = Field(default_factory=dict)
@@ -133,15 +141,30 @@ def was_busy(before: tuple[float, float, float]) -> bool:
 
 
 def load(path: Path) -> Calibration:
-    """Reads figures.
+    """Reads figures, without those that an earlier version counted otherwise.
 
     Raises:
         UserError: If the file is broken.
     """
     try:
-        return Calibration.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        found = Calibration.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
         raise UserError(f"{path}: not a calibration: {error}", "delete it, or run `toolkit calibrate` again") from error
+    if found.figures_version < FIGURES_VERSION and (stale := [key for key in _COUNTED_ANEW if getattr(found, key)]):
+        _warn_of_stale(path, " and ".join(stale))
+        found = Calibration.model_validate(found.model_dump(exclude={*stale}))
+    return found
+
+
+@functools.cache
+def _warn_of_stale(path: Path, names: str) -> None:
+    """Once; a plan may read the file often."""
+    _log.warning(
+        "%s: %s, as an earlier version counted them, are not used; calibrate again, for the network on all nodes (see "
+        "docs/hardware.md)",
+        path,
+        names,
+    )
 
 
 def with_calibration(hardware: Hardware) -> Hardware:

@@ -26,6 +26,7 @@ from toolkit.models.adapted_layers import saved_names
 from toolkit.models.parallel.layer_sums import dividing
 from toolkit.models.parallel.parts import is_part, part_of, whole_shape
 from toolkit.models.parallel.pipeline import chain, draw_apart
+from toolkit.seal import read_seal
 from toolkit.train.checkpoints.saved_state import MASTER, OVERFLOWS, SavedState, equal_parts
 from toolkit.train.checkpoints.stage_files import whole_groups
 from toolkit.train.checkpoints.swapped_state import restore_swapped
@@ -174,19 +175,21 @@ def restore_random_numbers(checkpoint: Path, rank: int, processes: int) -> bool:
     np.random.set_state(state["numpy"])
     torch.random.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(drawn_from(state["cuda"], saver))
+        local = read_seal(checkpoint).get("local_world_size")
+        torch.cuda.set_rng_state(drawn_from(state["cuda"], saver, local))
     return True
 
 
-def drawn_from(states: torch.Tensor | list[torch.Tensor], saver: int) -> torch.Tensor:
+def drawn_from(states: torch.Tensor | list[torch.Tensor], saver: int, local: int | None) -> torch.Tensor:
     """Of the states of a process's GPUs, as it saved them, that of the GPU that it computed on.
 
     Several processes save those of all GPUs that each sees, of which it has drawn numbers from its own alone.
 
     Args:
         saver: The rank of that process.
+        local: How many were on each node; None if that is not known, for as many as there are GPUs.
     """
-    return states[saver % len(states)] if isinstance(states, list) else states
+    return states[saver % (local or len(states)) % len(states)] if isinstance(states, list) else states
 
 
 def _into_parameters(optimizer: Any, names: dict[Any, str], saved: SavedState, chosen: list[int]) -> None:

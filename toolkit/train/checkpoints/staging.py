@@ -22,6 +22,7 @@ from accelerate.utils import DistributedType, gather_object
 from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit.common import UserError, in_background
+from toolkit.distributed.layout import World
 from toolkit.recipe import Loaded
 from toolkit.train.checkpoints import fast_folder
 from toolkit.train.checkpoints.checkpoint import record
@@ -41,7 +42,7 @@ class Saves:
 
     Args:
         folder: Of the checkpoints.
-        world_size: Processes of the run.
+        world: The processes of the run.
         model: What `checkpoint.trained` says of its model.
         fast: Where this machine takes checkpoints in; None for the run folder itself.
 
@@ -53,9 +54,9 @@ class Saves:
     """
 
     def __init__(
-        self, folder: Path, loaded: Loaded, world_size: int, model: Mapping[str, Any], fast: FastFolder | None = None
+        self, folder: Path, loaded: Loaded, world: World, model: Mapping[str, Any], fast: FastFolder | None = None
     ) -> None:
-        self.folder, self._loaded, self._world_size, self.model = folder, loaded, world_size, model
+        self.folder, self._loaded, self._world, self.model = folder, loaded, world, model
         self.fast, self.place = fast, folder.parent
         self._written = fast.place if fast else aside(folder)
         self._behind: Future[None] | None = None
@@ -118,7 +119,9 @@ class Saves:
             return
         accelerator.wait_for_everyone()
         if accelerator.is_main_process or (self.fast and self.fast.leads):
-            values, leads = record(step, self._loaded, self._world_size, self.model), accelerator.is_main_process
+            values = record(step, self._loaded, self._world.world_size, self.model)
+            values["local_world_size"] = self._world.local_world_size  # See `elastic.drawn_from`.
+            leads = accelerator.is_main_process
             self._behind = in_background(lambda: self._complete(values, leads))
 
     def _complete(self, values: Mapping[str, Any], leads: bool) -> None:

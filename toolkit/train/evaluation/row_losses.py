@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from toolkit.data.reward_files import file_hashes
@@ -32,16 +33,23 @@ class Comparable(TrainerCallback):
     """Has evaluations count only on the same held-out rows. To come before all that compares them.
 
     A checkpoint that is named may be of a run with others, and brings that one's evaluations along.
+
+    Args:
+        rows: What knows the own ones; the first process asks.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, rows: RowLosses) -> None:
+        self._session, self._rows = session, rows
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        recipe = self._session.recipe
-        own = {"measured": measured(recipe, self._session.trainer.eval_dataset)}
-        named = recipe.checkpoint.resume != "auto"  # A run's own are of its rows, or it is refused.
-        if named and state.stateful_callbacks.get(_STATE, own) != own:
+        own = before = state.stateful_callbacks.get(_STATE)
+        # A run's own checkpoints are of its rows, or it is refused.
+        named = self._session.recipe.checkpoint.resume not in ("auto", "never")
+        if self._session.leads and (named or before is None):
+            own = {"measured": self._rows.measured}
+        if named:
+            (own,) = broadcast_object_list([own])
+        if named and before not in (None, own):
             state.log_history = [row for row in state.log_history if "eval_loss" not in row]
             if self._session.leads:
                 _log.warning(
@@ -49,7 +57,8 @@ class Comparable(TrainerCallback):
                     "none of them counts",
                     state.global_step,
                 )
-        state.stateful_callbacks[_STATE] = own  # Checkpoints keep it.
+        if own:
+            state.stateful_callbacks[_STATE] = own  # Checkpoints keep it.
 
 
 class RowLosses:
@@ -70,7 +79,7 @@ class RowLosses:
         kept = {0, step, max(values, key=lambda each: values[each], default=step)}
         sums, counts = rows
         size = -(-len(self._session.trainer.eval_dataset) // len(counts))
-        found = HeldOutRows(measured=self._measured, joined=size, counts=counts, sums={})
+        found = HeldOutRows(measured=self.measured, joined=size, counts=counts, sums={})
         try:
             before = self._read()
             if before and (before.measured, before.counts) == (found.measured, found.counts) and step:
@@ -93,7 +102,8 @@ class RowLosses:
         return own and own.since(rows.of({**before, "step": 0}))
 
     @functools.cached_property
-    def _measured(self) -> str:
+    def measured(self) -> str:
+        """Of which rows they are, see the function."""
         return measured(self._session.recipe, self._session.trainer.eval_dataset)
 
     def _read(self) -> HeldOutRows | None:
