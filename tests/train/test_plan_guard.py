@@ -81,7 +81,7 @@ def test_a_run_is_planned_with_the_devices_of_the_folder_that_was_named(
     (folder / "recipes").rename(folder / "mine")
     (folder / "mine" / "_hardware.yaml").write_text("devices: {ours: {like: h100, reported: [Our GPU]}}\n")
     memory = find("h100").device.memory
-    monkeypatch.setattr("toolkit.planner.hardware.detect.visible_gpus", lambda: [Gpu("Our GPU", memory)])
+    monkeypatch.setattr("toolkit.planner.hardware.detect.visible_gpus", lambda *_: [Gpu("Our GPU", memory)])
     guard = plan_run(load_checked("small", [], "mine"), World(), cast("ModelSource", None))
     assert guard.hardware.device.name == "ours"
 
