@@ -224,12 +224,7 @@ def calibrate(options: argparse.Namespace) -> None:
 @command(
     _RECIPE,
     _FOLDER,
-    option(
-        "--gpus",
-        "N",
-        "GPUs of each machine, one process per GPU (default: all; with --slurm it has to be given)",
-        type=count,
-    ),
+    option("--gpus", "N", "GPUs of each machine, one process per GPU (default: all; --slurm needs it)", type=count),
     option("--nodes", "N", "number of machines (1)", type=positive, default=1),
     option("--rank", "R", "this machine's number; the one with 0 is the head", type=count),
     option("--head", "HOST", "name or address of the head, the same on every machine", type=host),
@@ -293,12 +288,7 @@ def _write_slurm(
 @command(
     _RECIPE,
     _FOLDER,
-    option(
-        "--gpus",
-        "N",
-        "GPUs of this machine, one process per GPU (default: all); with --slurm or --ray those of each",
-        type=count,
-    ),
+    option("--gpus", "N", "GPUs, one process per GPU (default: this machine's; --slurm and --ray need it)", type=count),
     option("--parallel", "N", "run N at once, each on its share of the GPUs (1; with --slurm all)", type=positive),
     option("--trials", "N", "train so many, with values that Optuna chooses", type=positive),
     flag("--prune", "with --trials: end those early that do worse than half of the others"),
