@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -11,7 +12,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -98,6 +101,19 @@ def test_process_that_is_killed_gets_a_line(
     assert told in change
 
 
+@contextlib.contextmanager
+def started(folder: Path, script: str, start_new_session: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher of one process, whose script has made the file `up`."""
+    command = [sys.executable, "-m", "toolkit.cli.start", script]
+    settings: dict[str, Any] = {"cwd": folder, "env": environment(), "start_new_session": start_new_session}
+    with subprocess.Popen(command, **settings) as launcher:
+        end = time.monotonic() + 60
+        while not (folder / "up").exists():
+            assert launcher.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        yield launcher
+
+
 @pytest.mark.usefixtures("in_foreground")
 def test_who_is_stopped_by_ctrl_c_waits_for_what_the_training_still_saves(tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(
@@ -105,12 +121,7 @@ def test_who_is_stopped_by_ctrl_c_waits_for_what_the_training_still_saves(tmp_pa
         "def save(number, frame):\n    time.sleep(1)\n    pathlib.Path('saved').touch()\n    sys.exit(130)\n"
         "signal.signal(signal.SIGTERM, save)\npathlib.Path('up').touch()\ntime.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "toolkit.cli.start", "saves.py"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment()) as launcher:
-        end = time.monotonic() + 60
-        while not (tmp_path / "up").exists():
-            assert launcher.poll() is None and time.monotonic() < end
-            time.sleep(0.02)
+    with started(tmp_path, "saves.py") as launcher:
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(60) == 130 and (tmp_path / "saved").exists()
 
@@ -123,12 +134,7 @@ def test_ctrl_c_of_a_whole_group_does_not_cut_short_what_the_training_clears_awa
         "with told_to_stop():\n    pathlib.Path('up').touch()\n    try:\n        time.sleep(60)\n"
         "    finally:\n        time.sleep(1)\n        pathlib.Path('cleared').touch()\n"
     )
-    command = [sys.executable, "-m", "toolkit.cli.start", "clears.py"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(), start_new_session=True) as launcher:
-        end = time.monotonic() + 60
-        while not (tmp_path / "up").exists():
-            assert launcher.poll() is None and time.monotonic() < end
-            time.sleep(0.02)
+    with started(tmp_path, "clears.py", start_new_session=True) as launcher:
         os.killpg(launcher.pid, signal.SIGINT)
         assert launcher.wait(60) == 130 and (tmp_path / "cleared").exists()
 
